@@ -1,0 +1,280 @@
+"""The plan: which bytes of which trainer rank go to which bytes of which engine rank. Pure data, computed once, proved first.
+
+`build_plan` intersects the sources' boxes with the targets' boxes. It either returns a plan in which every target element is
+written exactly once, or raises one PlanError that lists everything that is missing or doesn't fit.
+
+A rank's share of the plan depends only on the manifest, the sources and that rank's own targets. So an engine worker can plan
+for itself, the sender can plan for all, and equal digests prove that they agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_refit_ext.core.box import Int, describe, uncovered, volume
+from vllm_refit_ext.core.dtypes import CASTS, ITEMSIZE
+from vllm_refit_ext.core.errors import PlanError, Problem
+from vllm_refit_ext.core.manifest import Manifest, suggest
+from vllm_refit_ext.core.placement import Buffer, Placements
+from vllm_refit_ext.core.replicas import Atoms, atoms_of, choose
+
+PAIRS_AT_ONCE = 1 << 21
+"""Target rows are joined in pieces of about this many candidate pairs, so that the largest plan stays within memory."""
+
+
+class Edge(msgspec.Struct, frozen=True):
+    """Bytes that one source rank gives to one target rank in a refit."""
+
+    source: int
+    target: int
+    nbytes: int
+    moves: int
+
+
+class Plan:
+    """A table of moves. A move takes the box lo..lo+extent of a tensor from a source buffer to a target buffer.
+
+    Attributes
+    ----------
+    names: tensor names in manifest order; `tensor[i]` indexes it. sources, targets: lists of Buffer.
+    tensor, source, target: int64 [n]. lo, extent: int64 [n, D] elements. source_offset, target_offset: int64 [n] bytes.
+    source_strides, target_strides: int64 [n, D] bytes.
+    """
+
+    COLUMNS = ("tensor", "source", "target", "lo", "extent", "source_offset", "source_strides", "target_offset", "target_strides")
+
+    def __init__(self, manifest: Manifest, sources: Sequence[Buffer], targets: Sequence[Buffer], **columns: Int) -> None:
+        self.manifest = manifest
+        self.names = list(manifest.tensors)
+        self.sources, self.targets = list(sources), list(targets)
+        self.tensor, self.source, self.target = columns["tensor"], columns["source"], columns["target"]
+        self.lo, self.extent = columns["lo"], columns["extent"]
+        self.source_offset, self.source_strides = columns["source_offset"], columns["source_strides"]
+        self.target_offset, self.target_strides = columns["target_offset"], columns["target_strides"]
+        self._source_rank: Int = np.array([b.rank for b in self.sources], np.int64)
+        self._target_rank: Int = np.array([b.rank for b in self.targets], np.int64)
+        self._source_item: Int = np.array([ITEMSIZE[b.dtype] for b in self.sources], np.int64)
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def source_rank(self) -> Int:
+        """Trainer rank of each move, int64 [n]."""
+        return self._source_rank[self.source] if len(self) else np.zeros(0, np.int64)
+
+    @property
+    def target_rank(self) -> Int:
+        """Engine rank of each move, int64 [n]."""
+        return self._target_rank[self.target] if len(self) else np.zeros(0, np.int64)
+
+    @property
+    def nbytes(self) -> Int:
+        """Bytes of each move as the source holds them, int64 [n]: what travels."""
+        return np.prod(self.extent, axis=1, dtype=np.int64) * self._source_item[self.source] if len(self) else np.zeros(0, np.int64)
+
+    def select(self, keep: NDArray[np.bool_] | Int) -> Plan:
+        """The moves in `keep` (mask or indices), with the same buffers."""
+        return Plan(self.manifest, self.sources, self.targets, **{c: getattr(self, c)[keep] for c in self.COLUMNS})
+
+    def for_target(self, rank: int) -> Plan:
+        """The moves into engine rank `rank`."""
+        return self.select(self.target_rank == rank)
+
+    def for_source(self, rank: int) -> Plan:
+        """The moves out of trainer rank `rank`."""
+        return self.select(self.source_rank == rank)
+
+    def edges(self) -> list[Edge]:
+        """Bytes and moves for every pair of ranks that exchange any, sorted by (source, target)."""
+        if not len(self):
+            return []
+        pairs = np.stack([self.source_rank, self.target_rank], axis=1)
+        distinct, which = np.unique(pairs, axis=0, return_inverse=True)
+        which = which.reshape(-1)
+        total = np.zeros(len(distinct), np.int64)
+        np.add.at(total, which, self.nbytes)
+        moves = np.bincount(which, minlength=len(distinct))
+        return [Edge(int(s), int(t), int(b), int(m)) for (s, t), b, m in zip(distinct, total, moves, strict=True)]
+
+    def digest(self, rank: int) -> str:
+        """sha256 of everything that engine rank `rank` will do. Equal on both sides, or they must not move a byte."""
+        share = self.for_target(rank)
+        mine = [i for i, b in enumerate(self.targets) if b.rank == rank]
+        local = np.full(len(self.targets), -1, np.int64)
+        local[mine] = np.arange(len(mine))
+        state = hashlib.sha256(self.manifest.digest.encode())
+        state.update(msgspec.msgpack.encode([[b.name, b.dtype, b.shape, b.layout] for b in (self.targets[i] for i in mine)]))
+        used = np.unique(share.source)
+        state.update(msgspec.msgpack.encode([[int(i), b.name, b.rank, b.dtype, b.shape] for i in used for b in (self.sources[i],)]))
+        for column in self.COLUMNS:
+            values = getattr(share, column)
+            values = local[values] if column == "target" else values
+            if values.ndim == 2:  # padded dimensions differ between a rank's own plan and the joint one
+                values = values[:, : self._depth()]
+            state.update(np.ascontiguousarray(values, dtype="<i8").tobytes())
+        return state.hexdigest()
+
+    def _depth(self) -> int:
+        return max((len(t.shape) for t in self.manifest.tensors.values()), default=0)
+
+
+def build_plan(manifest: Manifest, sources: Placements, targets: Placements, distance: NDArray[np.int8] | None = None) -> Plan:
+    """The plan from `sources` (what trainer ranks hold) to `targets` (what engine ranks need).
+
+    distance: int8 [trainer ranks, engine ranks], smaller is nearer; replicas at the smallest distance are used. Without it all
+    replicas are equally near.
+
+    Raises PlanError listing every target tensor that the manifest lacks, every dtype pair that a move may not convert, every
+    box outside its tensor, and every target box that the sources do not cover.
+    """
+    depth = max((len(t.shape) for t in manifest.tensors.values()), default=0)
+    index = {name: i for i, name in enumerate(manifest.tensors)}
+    problems: list[Problem] = []
+    source_tensor = _tensor_index(sources, index)
+    target_tensor = _tensor_index(targets, index)
+    problems += _name_problems(targets, target_tensor, index)
+    sources, source_tensor = _known(sources.widened(depth), source_tensor)
+    targets, target_tensor = _known(targets.widened(depth), target_tensor)
+    for side, table, tensor in (("source", sources, source_tensor), ("target", targets, target_tensor)):
+        problems += _shape_problems(side, table, tensor, manifest)
+    problems += _dtype_problems(sources, source_tensor, targets, target_tensor, manifest)
+    if problems:
+        raise PlanError.of(problems, f"no plan: {len(problems)} problem(s)")
+
+    atoms = atoms_of(source_tensor, sources.lo, sources.hi, sources.rank)
+    row, atom, lo, hi = _join(targets, target_tensor, atoms, len(index))
+    problems = _coverage_problems(targets, target_tensor, row, lo, hi, list(index))
+    if problems:
+        raise PlanError.of(problems, f"no plan: {len(problems)} target box(es) are not covered by what the trainer offers")
+
+    # Manifest order keeps layers together; within a tensor, order by target rank and box, so that both ends of an edge agree.
+    order = np.lexsort((*lo.T[::-1], targets.rank[row], target_tensor[row]))
+    row, atom, lo, hi = row[order], atom[order], lo[order], hi[order]
+    source_row = choose(atoms, atom, targets.rank[row], volume(lo, hi), distance)
+    return Plan(
+        manifest,
+        sources.buffers,
+        targets.buffers,
+        tensor=target_tensor[row],
+        source=sources.buffer[source_row],
+        target=targets.buffer[row],
+        lo=lo,
+        extent=hi - lo,
+        source_offset=sources.offset[source_row] + ((lo - sources.lo[source_row]) * sources.strides[source_row]).sum(axis=1),
+        source_strides=sources.strides[source_row],
+        target_offset=targets.offset[row] + ((lo - targets.lo[row]) * targets.strides[row]).sum(axis=1),
+        target_strides=targets.strides[row],
+    )
+
+
+def check_consumed(manifest: Manifest, read: Iterable[str], unused: Iterable[str] = ()) -> list[Problem]:
+    """A problem for every tensor of the manifest that no engine rank reads and that is not declared unused."""
+    known = set(read) | set(unused)
+    return [
+        Problem("offered, but no engine rank reads it", f"tensor {name!r}", do="correct the name, or declare it unused")
+        for name in manifest.tensors
+        if name not in known
+    ]
+
+
+def _tensor_index(table: Placements, index: dict[str, int]) -> Int:
+    lookup = np.fromiter((index.get(name, -1) for name in table.names), np.int64, len(table.names))
+    return lookup[table.tensor] if len(table) else np.zeros(0, np.int64)
+
+
+def _known(table: Placements, tensor: Int) -> tuple[Placements, Int]:
+    keep = tensor >= 0
+    return table.select(keep), tensor[keep]
+
+
+def _name_problems(targets: Placements, tensor: Int, index: dict[str, int]) -> list[Problem]:
+    missing = np.unique(targets.tensor[tensor < 0])
+    return [
+        Problem("the engine needs it and the trainer does not offer it", f"tensor {name!r}", do=suggest(name, index))
+        for name in (targets.names[i] for i in missing)
+    ]
+
+
+def _shape_problems(side: str, table: Placements, tensor: Int, manifest: Manifest) -> list[Problem]:
+    depth = table.lo.shape[1]
+    shapes = np.array([[*t.shape, *([1] * (depth - len(t.shape)))] for t in manifest.tensors.values()], np.int64).reshape(-1, depth)
+    bad = np.flatnonzero((table.hi > shapes[tensor]).any(axis=1) | (table.lo < 0).any(axis=1))
+    names = list(manifest.tensors)
+    problems = {}
+    for i in bad:
+        name = names[tensor[i]]
+        box = describe(table.lo[i], table.hi[i])
+        where = f"tensor {name!r}, {side} rank {table.rank[i]}, buffer {table.buffers[table.buffer[i]].name!r}"
+        wanted = f"within {list(manifest.tensors[name].shape)}"
+        problems[name] = Problem("its box reaches outside the shape in the manifest", where, box, wanted)
+    return list(problems.values())
+
+
+def _dtype_problems(sources: Placements, source_tensor: Int, targets: Placements, target_tensor: Int, manifest: Manifest) -> list[Problem]:
+    """Every tensor whose buffers disagree with the manifest, or whose target can't take what travels."""
+    problems = []
+    names, specs = list(manifest.tensors), list(manifest.tensors.values())
+    dtypes = sorted(ITEMSIZE)
+
+    def pairs(table: Placements, tensor: Int) -> NDArray[np.int64]:
+        code = np.array([dtypes.index(b.dtype) for b in table.buffers], np.int64)
+        return np.unique(np.stack([tensor, code[table.buffer]], axis=1), axis=0) if len(table) else np.zeros((0, 2), np.int64)
+
+    for t, code in pairs(sources, source_tensor):
+        if dtypes[code] != specs[t].dtype:
+            problems.append(Problem("the source holds another dtype", f"tensor {names[t]!r}", dtypes[code], specs[t].dtype))
+    for t, code in pairs(targets, target_tensor):
+        got, wanted = specs[t].dtype, dtypes[code]
+        if got != wanted and (got, wanted) not in CASTS:
+            what = "a move may not convert this dtype"
+            problems.append(Problem(what, f"tensor {names[t]!r}", got, wanted, "offer the tensor in the engine's dtype"))
+    return problems
+
+
+def _join(targets: Placements, tensor: Int, atoms: Atoms, count: int) -> tuple[Int, Int, Int, Int]:
+    """Every overlap of a target row with an atom: target row, atom [n] and the common box lo, hi [n, D]."""
+    first = np.searchsorted(atoms.tensor, np.arange(count))
+    last = np.searchsorted(atoms.tensor, np.arange(count), side="right")
+    per_row = (last - first)[tensor]
+    pieces: list[tuple[Int, Int, Int, Int]] = []
+    edges = [0]
+    running = np.cumsum(per_row)
+    while edges[-1] < len(targets):
+        done = running[edges[-1] - 1] if edges[-1] else 0
+        edges.append(max(edges[-1] + 1, int(np.searchsorted(running, done + PAIRS_AT_ONCE))))
+    for start, stop in zip(edges, edges[1:], strict=False):
+        rows = np.arange(start, min(stop, len(targets)))
+        repeats = per_row[rows]
+        row = np.repeat(rows, repeats)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        atom = first[tensor[row]] + within
+        lo, hi = np.maximum(targets.lo[row], atoms.lo[atom]), np.minimum(targets.hi[row], atoms.hi[atom])
+        keep = (hi > lo).all(axis=1)
+        pieces.append((row[keep], atom[keep], lo[keep], hi[keep]))
+    if not pieces:
+        depth = targets.lo.shape[1]
+        none = np.zeros(0, np.int64)
+        return none, none, np.zeros((0, depth), np.int64), np.zeros((0, depth), np.int64)
+    row, atom, lo, hi = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return row, atom, lo, hi
+
+
+def _coverage_problems(targets: Placements, tensor: Int, row: Int, lo: Int, hi: Int, names: list[str]) -> list[Problem]:
+    """Every target row whose overlaps do not add up to itself. Atoms are disjoint, so equal volume proves coverage."""
+    wanted = volume(targets.lo, targets.hi)
+    got = np.zeros(len(targets), np.int64)
+    np.add.at(got, row, volume(lo, hi))
+    problems = []
+    for i in np.flatnonzero(got != wanted):
+        mine = row == i
+        holes = uncovered(targets.lo[i].tolist(), targets.hi[i].tolist(), lo[mine], hi[mine])
+        text = ", ".join("[" + ", ".join(f"{a}:{b}" for a, b in hole) + "]" for hole in holes[:4])
+        where = f"tensor {names[tensor[i]]!r}, engine rank {targets.rank[i]}"
+        problems.append(Problem("no trainer rank offers a part of it", where, f"{got[i]} elements", f"{wanted[i]}; missing {text}"))
+    return problems

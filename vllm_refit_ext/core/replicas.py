@@ -1,0 +1,152 @@
+"""Who gives what: the distinct boxes that sources hold, who holds each, and a balanced choice among the holders.
+
+Data parallelism, context parallelism and replicated heads put the same box on many trainer ranks. An *atom* is a box that some
+set of ranks holds whole and that overlaps no other atom. Usually the atoms are the distinct boxes themselves; where distinct
+boxes overlap in part, they are cut on their common grid.
+
+The choice is made for each target rank by itself: its boxes of one set of holders are dealt out, largest first, in a fold
+(0 1 2 2 1 0 ...) that starts at another holder for each target rank. Each target loads its sources evenly, so the sum over all
+targets is even too, and no rank needs to know another's targets to plan.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_refit_ext.core.box import Int, cells, disjoint
+
+
+class Atoms(msgspec.Struct):
+    """Disjoint source boxes, sorted by tensor.
+
+    tensor: int64 [a]. lo, hi: int64 [a, D]. start: int64 [a + 1]; the holders of atom i are rows
+    `holder[start[i]:start[i+1]]` of the source table, one a rank, in rank order. rank: int64, the holders' ranks.
+    """
+
+    tensor: Int
+    lo: Int
+    hi: Int
+    start: Int
+    holder: Int
+    rank: Int
+
+
+def atoms_of(tensor: Int, lo: Int, hi: Int, rank: Int) -> Atoms:
+    """The atoms of a source table. tensor, rank: int64 [n]; lo, hi: int64 [n, D]. Empty boxes are left out."""
+    rows = np.flatnonzero((hi > lo).all(axis=1))
+    order = rows[np.lexsort((rank[rows], *hi[rows].T, *lo[rows].T, tensor[rows]))]
+    key = np.concatenate([tensor[order, None], lo[order], hi[order]], axis=1)
+    new = np.ones(len(order), bool)
+    new[1:] = (key[1:] != key[:-1]).any(axis=1)
+    begin = np.flatnonzero(new)
+    atoms = Atoms(tensor[order[begin]], lo[order[begin]], hi[order[begin]], np.append(begin, len(order)), order, rank[order])
+    overlapping = _overlapping(atoms)
+    if len(overlapping):
+        atoms = _cut(atoms, set(overlapping.tolist()))
+    return _one_row_a_rank(atoms)
+
+
+def _overlapping(atoms: Atoms) -> Int:
+    """Tensors whose distinct boxes share elements. Equal sets of boxes (the layers of a model) are tested once."""
+    edges = np.flatnonzero(np.diff(atoms.tensor, prepend=-1, append=-1))
+    seen: dict[bytes, bool] = {}
+    bad = []
+    for a, b in zip(edges, edges[1:], strict=False):
+        if b - a < 2:
+            continue
+        key = atoms.lo[a:b].tobytes() + atoms.hi[a:b].tobytes()
+        if key not in seen:
+            seen[key] = disjoint(atoms.lo[a:b], atoms.hi[a:b])
+        if not seen[key]:
+            bad.append(int(atoms.tensor[a]))
+    return np.array(bad, np.int64)
+
+
+def _cut(atoms: Atoms, tensors: set[int]) -> Atoms:
+    """The same atoms with the boxes of `tensors` cut on their common grid; a cell is held by all whose box contains it."""
+    out_tensor, out_lo, out_hi, out_holder, out_rank, sizes = [], [], [], [], [], []
+    edges = np.flatnonzero(np.diff(atoms.tensor, prepend=-1, append=-1))
+    for a, b in zip(edges, edges[1:], strict=False):
+        t = int(atoms.tensor[a])
+        if t not in tensors:
+            boxes = [(atoms.lo[i], atoms.hi[i], [i]) for i in range(a, b)]
+        else:
+            grid, count = cells(atoms.lo[a:b], atoms.hi[a:b])
+            boxes = []
+            for cell in np.argwhere(count > 0):
+                lo = np.array([grid[d][i] for d, i in enumerate(cell)])
+                hi = np.array([grid[d][i + 1] for d, i in enumerate(cell)])
+                inside = (atoms.lo[a:b] <= lo).all(axis=1) & (atoms.hi[a:b] >= hi).all(axis=1)
+                boxes.append((lo, hi, [a + i for i in np.flatnonzero(inside)]))
+        for lo, hi, members in boxes:
+            rows = np.concatenate([np.arange(atoms.start[i], atoms.start[i + 1]) for i in members])
+            rows = rows[np.argsort(atoms.rank[rows], kind="stable")]
+            out_tensor.append(t)
+            out_lo.append(lo)
+            out_hi.append(hi)
+            out_holder.append(atoms.holder[rows])
+            out_rank.append(atoms.rank[rows])
+            sizes.append(len(rows))
+    start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return Atoms(
+        np.array(out_tensor, np.int64), np.array(out_lo), np.array(out_hi), start, np.concatenate(out_holder), np.concatenate(out_rank)
+    )
+
+
+def _one_row_a_rank(atoms: Atoms) -> Atoms:
+    """Keep the first of several rows that one rank has for the same atom."""
+    owner = np.repeat(np.arange(len(atoms.tensor)), np.diff(atoms.start))
+    keep = np.ones(len(owner), bool)
+    keep[1:] = (owner[1:] != owner[:-1]) | (atoms.rank[1:] != atoms.rank[:-1])
+    size = np.bincount(owner[keep], minlength=len(atoms.tensor))
+    start = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
+    return Atoms(atoms.tensor, atoms.lo, atoms.hi, start, atoms.holder[keep], atoms.rank[keep])
+
+
+def choose(atoms: Atoms, atom: Int, target_rank: Int, size: Int, distance: NDArray[np.int8] | None) -> Int:
+    """The source row that serves each overlap.
+
+    atom, target_rank, size: int64 [n], the atom, the reading rank and the elements of each overlap. distance: see `build_plan`.
+    Returns int64 [n].
+    """
+    copies = np.diff(atoms.start)
+    chosen = atoms.holder[atoms.start[atom]] if len(atom) else np.zeros(0, np.int64)
+    many = np.flatnonzero(copies[atom] > 1) if len(atom) else np.zeros(0, np.int64)
+    if not len(many):
+        return chosen
+    sets, members = _holder_sets(atoms, np.unique(atom[many]))
+    group = sets[atom[many]]
+    # Largest first within (set, target rank); the manifest order breaks ties, so that the deal is the same everywhere.
+    order = np.lexsort((many, -size[many], target_rank[many], group))
+    many, group = many[order], group[order]
+    reader = target_rank[many]
+    edges = np.flatnonzero(np.concatenate([[True], (group[1:] != group[:-1]) | (reader[1:] != reader[:-1]), [True]]))
+    for a, b in zip(edges, edges[1:], strict=False):
+        ranks, me = members[group[a]], int(reader[a])
+        near = np.arange(len(ranks))
+        if distance is not None:
+            away = distance[ranks, me]
+            near = np.flatnonzero(away == away.min())
+        n = len(near)
+        step = np.arange(b - a) % (2 * n)
+        fold = np.where(step < n, step, 2 * n - 1 - step)
+        pick = near[(fold + me) % n]
+        chosen[many[a:b]] = atoms.holder[atoms.start[atom[many[a:b]]] + pick]
+    return chosen
+
+
+def _holder_sets(atoms: Atoms, which: Int) -> tuple[Int, list[Int]]:
+    """Number the distinct sets of holder ranks: set of each atom in `which` (int64 [all atoms]), ranks of each set."""
+    number: dict[bytes, int] = {}
+    members: list[Int] = []
+    sets = np.full(len(atoms.tensor), -1, np.int64)
+    for i in which:
+        ranks = atoms.rank[atoms.start[i] : atoms.start[i + 1]]
+        key = ranks.tobytes()
+        if key not in number:
+            number[key] = len(members)
+            members.append(ranks)
+        sets[i] = number[key]
+    return sets, members
