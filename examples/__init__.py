@@ -1,0 +1,1 @@
+"""Runnable examples. They use the two packages as any user would, plus `examples.support`."""

@@ -1,0 +1,247 @@
+"""Tiny Hugging Face checkpoints made on the spot, and the Megatron models that load them.
+
+The checkpoints have random weights from a seed and their own byte-level tokenizer, so nothing is downloaded. They are small
+enough for milliseconds a step, and their sizes differ from each other, so that a swapped pair of axes can't go unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.support import megatron_cpu
+
+BYTES, PAD, BOS, EOS = 256, 256, 257, 258
+"""The tokenizer: one token for each of 256 bytes, then padding, begin and end."""
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    # Far above the usual 0.02: a random model of this size otherwise gives almost equal logits, and greedy tokens that
+    # don't change when the weights do would prove nothing.
+    "initializer_range": 0.08,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 96,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3_few_kv": ("Qwen3", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "deepseek_v3": ("DeepseekV3", LATENT),
+}
+"""Kind of model -> (transformers class without its ending, settings beside `COMMON`)."""
+
+
+def save_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
+    """Write a checkpoint with random weights and its tokenizer to `folder`, and return the folder.
+
+    `kind` is a key of `KINDS`; `dtype` the type weights are stored in; `overrides` are fields of the model's configuration.
+    DeepSeek's `e_score_correction_bias` is stored as float32 whatever `dtype` says, as published checkpoints do.
+    Raises ValueError for an unknown kind.
+    """
+    import transformers
+
+    if kind not in KINDS:
+        raise ValueError(f"no tiny model {kind!r}; known are {', '.join(KINDS)}")
+    family, settings = KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **settings, **overrides})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for name, tensor in model.state_dict().items():
+        # Fresh models have norms of one and biases of zero; equal values would hide a mix-up of two of them.
+        if tensor.ndim == 1:
+            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.05)
+        if not name.endswith("e_score_correction_bias"):
+            tensor.data = tensor.data.to(getattr(torch, dtype))
+    model = _stored_as(model, getattr(torch, dtype))
+    model.save_pretrained(folder)
+    _save_tokenizer(folder)
+    return Path(folder)
+
+
+def _stored_as(model: Any, dtype: torch.dtype) -> Any:
+    biases = {name: b.clone() for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    model = model.to(dtype)
+    for name, bias in biases.items():
+        model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = bias
+    model.config.dtype = dtype
+    return model
+
+
+def _save_tokenizer(folder: str | Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *special.values()]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Megatron reports each missing fused kernel on import and each weight on load. None of it is news here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def import_megatron() -> None:
+    """Import everything that `build_megatron` needs (6 to 20 s), with this machine's allowances in place."""
+    megatron_cpu.install()
+    with quiet():
+        import megatron.bridge
+        import megatron.core.distributed
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel  # noqa: F401
+
+
+def build_megatron(
+    folder: str | Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    cp: int = 1,
+    vpp: int | None = None,
+    dtype: str = "float32",
+    load: bool = True,
+    ddp: bool = False,
+    distributed_optimizer: bool = False,
+    layout: Sequence[Sequence[str]] | str | None = None,
+    first_last_layers: tuple[int | None, int | None] = (None, None),
+    seed: int = 1234,
+    **provider_settings: Any,
+) -> tuple[Any, list[Any]]:
+    """Megatron model chunks of this rank for the checkpoint in `folder`, and the bridge that made them.
+
+    torch.distributed must be initialised; model parallelism is initialised here (anew when it was before). `vpp` is the number
+    of chunks a pipeline stage holds, `layout` Megatron's custom pipeline layout, `first_last_layers` the layers of the first
+    and last stage when they differ from the rest. With `load` the weights come from `folder`, without it they are random.
+    `ddp` wraps the chunks in Megatron's DDP. Other settings go to the bridge's provider as they are.
+    Returns (AutoBridge, list of chunks).
+    """
+    import_megatron()
+    from megatron.bridge import AutoBridge
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    with quiet():
+        bridge = AutoBridge.from_hf_pretrained(str(folder), torch_dtype=getattr(torch, dtype))
+        provider = bridge.to_megatron_provider(load_weights=load)
+        settings = {
+            **_plain_settings(provider),
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": vpp,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": etp,
+            "context_parallel_size": cp,
+            "sequence_parallel": tp > 1,
+            "params_dtype": getattr(torch, dtype),
+            "pipeline_dtype": getattr(torch, dtype),
+            "num_layers_in_first_pipeline_stage": first_last_layers[0],
+            "num_layers_in_last_pipeline_stage": first_last_layers[1],
+            "pipeline_model_parallel_layout": layout,
+            **provider_settings,
+        }
+        for name, value in settings.items():
+            setattr(provider, name, value)
+        provider.finalize()
+        torch.manual_seed(seed)
+        with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
+            provider.initialize_model_parallel(seed=seed)
+            chunks = provider.provide_distributed_model(
+                wrap_with_ddp=ddp,
+                ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer) if ddp else None,
+                use_cpu_initialization=not torch.cuda.is_available(),
+                bf16=dtype == "bfloat16",
+                fp16=dtype == "float16",
+            )
+    return bridge, chunks
+
+
+def _plain_settings(provider: Any) -> dict[str, Any]:
+    """Settings that need no fused kernel. They change speed, never names or shapes of parameters."""
+    fusions = (
+        "gradient_accumulation_fusion",
+        "apply_rope_fusion",
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "cross_entropy_loss_fusion",
+        "moe_permute_fusion",
+        "moe_shared_expert_overlap",
+        "persist_layer_norm",
+    )
+    return {
+        "transformer_layer_spec": _local_layer_spec,
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_aux_loss_coeff": 0.0,
+        "perform_initialization": True,
+        **{name: False for name in fusions if hasattr(provider, name)},
+    }
+
+
+def _local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage)
