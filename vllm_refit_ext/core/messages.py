@@ -1,0 +1,138 @@
+"""The messages of a refit, as plain data: what an RPC carries in `docs/wire.md`'s words.
+
+Every message crosses as JSON-like values: `to_rpc` turns bytes into base64 text, `from_rpc` turns them back, so that one form
+serves vLLM's in-process, multiprocess and HTTP paths. Unknown fields are errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from vllm_refit_ext.core.errors import ConfigError, Problem
+from vllm_refit_ext.core.table import Column, PackedPlacements
+
+PROTOCOL = 1
+"""Raised when a message changes so that an older peer would misread it. Peers with different numbers refuse each other."""
+
+CachePolicy = Literal["reset", "reset_running", "keep"]
+"""What a commit does with caches computed from older weights. `reset`: clear prefix, encoder and multimodal caches, and fail
+if blocks are still in use. `reset_running`: preempt running requests first, so that nothing is in use. `keep`: leave them; the
+caller accepts results that mix versions."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all messages."""
+
+
+class PrepareReply(Message):
+    """What one engine rank answers to `prepare_refit_info`.
+
+    rank: this worker's rank in its engine. targets: the boxes it needs, in checkpoint coordinates. digest: of its share of the
+    plan, empty while there are problems or where the sources were not given. reads: names it reads. dropped: names its loaders
+    skip on this rank, with the reason. reload: names that take the engine's own reload, with the reason. quantise: names that it
+    wants as MXFP8. extra_bytes: peak memory a refit needs beyond the model. seconds: by phase.
+    """
+
+    rank: int
+    protocol: int = PROTOCOL
+    engine: str = ""
+    problems: list[Problem] = []
+    targets: PackedPlacements | None = None
+    digest: str = ""
+    dropped: dict[str, str] = {}
+    reload: dict[str, str] = {}
+    quantise: list[str] = []
+    layouts: dict[str, int] = {}
+    extra_bytes: int = 0
+    wire_bytes: int = 0
+    seconds: dict[str, float] = {}
+
+    @property
+    def ok(self) -> bool:
+        """Whether this rank can take part in a refit."""
+        return not self.problems
+
+
+class Segment(Message):
+    """A shared-memory file that one trainer rank filled. `nonce` stands in its header and changes with every refit."""
+
+    rank: int
+    name: str
+    nbytes: int
+    nonce: int
+
+
+class ShmInfo(Message):
+    """Where the sources lie for wire `shm`. offsets: per source buffer, bytes from its rank's segment start, or -1."""
+
+    segments: list[Segment]
+    offsets: Column
+
+
+class UpdateInfo(Message):
+    """What `update_weights` is told.
+
+    version: opaque name of the new weights, set at commit. session: a name for this attempt, the same on all ranks. digests: by
+    engine rank as text, the digest of its share of the plan; empty skips nothing, it means the caller did not plan.
+    deadline_s: seconds from the start of the call within which every wait must end.
+    """
+
+    wire: Literal["shm"]
+    version: str
+    session: str
+    digests: dict[str, str] = {}
+    deadline_s: float = 300.0
+    caches: CachePolicy = "reset"
+    shm: ShmInfo | None = None
+
+
+class UpdateReport(Message):
+    """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, as they travelled."""
+
+    rank: int
+    version: str
+    writer: str
+    seconds: dict[str, float] = {}
+    received: dict[str, int] = {}
+    moves: int = 0
+
+
+class Status(Message):
+    """State of one engine rank. state: unprepared, ready, receiving, torn. version: the weights that it serves."""
+
+    rank: int
+    state: str
+    version: str = ""
+    prepared: str = ""
+    problems: list[Problem] = []
+    last: UpdateReport | None = None
+    caches: str = ""
+
+
+class VerifyReply(Message):
+    """Digests of one engine rank's share, by tensor as hexadecimal text. staged: names whose live bytes can't be read back in
+    canonical form, so that the digest is of what was handed to the engine's own reload. differs: names that differ from what
+    was expected, in plan order."""
+
+    rank: int
+    version: str = ""
+    digests: dict[str, str] = {}
+    staged: list[str] = []
+    differs: list[str] = []
+
+
+def to_rpc(message: Message) -> dict[str, Any]:
+    """`message` as JSON-like values."""
+    plain: dict[str, Any] = msgspec.to_builtins(message)
+    return plain
+
+
+def from_rpc[M: Message](kind: type[M], value: object, where: str) -> M:
+    """Read a message of type `kind`. `where` names the call in the error. Raises ConfigError."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        do = "see docs/wire.md for its fields"
+        raise ConfigError(f"{where} got a message it can't read: {error}", where=where, got=repr(value)[:120], wanted=kind.__name__, do=do) from None
