@@ -1,0 +1,390 @@
+"""Watching a weight loader: every copy is noted, none is performed, and whatever is not a copy is found.
+
+`Recorder` is a torch dispatch mode. Checkpoint tensors and parameters are meta tensors, each with its own storage, so any
+view of one is known by its storage, offset, sizes and strides. Views run as they are. A copy from a checkpoint tensor into a
+parameter becomes a `Copy`. A tensor that a loader makes on the way as an exact copy (`contiguous`, `cat`, a widening cast) is
+kept as an `Image` and seen through. Anything else that a checkpoint tensor's values flow into carries a taint: if that reaches
+a parameter, or a value is read, the checkpoint tensors concerned are named in `computed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_refit_ext.receiver.routes.affine import Dim, TooManyBoxesError, decompose, row_major
+from vllm_refit_ext.receiver.routes.created import Created, storage_id
+
+aten = torch.ops.aten
+WIDENING = frozenset({(torch.bfloat16, torch.float32), (torch.float16, torch.float32)})
+"""Casts that lose nothing, so that a second cast after them gives what a direct one would."""
+
+MAGIC = 1.0e300
+"""Stand-in for a value that a loader reads from a checkpoint tensor of one element, to recognise where it is written."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The box lo..hi of an image equals elements of checkpoint tensor `source`: the first at `offset`, then by `strides`."""
+
+    lo: tuple[int, ...]
+    hi: tuple[int, ...]
+    source: int
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Image(msgspec.Struct, frozen=True):
+    """A tensor that the loader made by copying. `shape` is that of its storage, row-major; the parts may leave gaps."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """A copy into parameter `target`, from checkpoint tensor `source` or through `image` (then `source` is -1).
+
+    `at` and `start` are the first elements written and read; `dims` the steps. `source_dtype` and `target_dtype` are those of
+    the two views, which differ from the tensors' own where the loader looked at bytes.
+    """
+
+    target: int
+    source: int
+    image: Image | None
+    at: int
+    start: int
+    dims: tuple[Dim, ...]
+    source_dtype: torch.dtype
+    target_dtype: torch.dtype
+
+
+class Write(msgspec.Struct, frozen=True):
+    """A write into parameter `target` that is no copy: a constant (no `sources`), or something computed from `sources`."""
+
+    target: int
+    at: int
+    dims: tuple[Dim, ...]
+    op: str
+    sources: frozenset[int]
+
+
+class ValueReadError(Exception):
+    """The loader asked for a value of a checkpoint tensor, which has none here."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records what a loader does with `sources` (checkpoint tensors, on meta) in a model that holds `created`.
+
+    After the loader ran: `events` in order, and `computed`: source index -> what was done to it that is not a copy.
+    """
+
+    def __init__(self, created: Created, sources: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.created = created
+        self.targets = {storage_id(t): i for i, t in enumerate(created.tensors.values())}
+        self.sources = {storage_id(t): i for i, t in enumerate(sources)}
+        self.source_tensors = sources
+        self.shapes = [tuple(t.shape) for t in created.tensors.values()]
+        self.dtypes = [t.dtype for t in created.tensors.values()]
+        self.target_names = list(created.tensors)
+        self.events: list[Copy | Write] = []
+        self.computed: dict[int, str] = {}
+        self.images: dict[int, Image] = {}
+        self.taints: dict[int, frozenset[int]] = {}
+        self.writers: dict[int, set[int]] = {}
+        self.read: dict[float, int] = {}
+        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no id is used twice
+        self._views: set[Any] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self._views:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func is aten.copy_.default:
+            return self._copy(args[0], args[1])
+        if func.is_view:
+            self._views.add(func)
+            return func(*args, **(kwargs or {}))
+        return self._other(func, args, kwargs or {})
+
+    def finish(self) -> None:
+        """Find the parameters that the loader replaced or rebound instead of writing them. Call it before they are put back."""
+        for index, (name, twin) in enumerate(self.created.tensors.items()):
+            module, attribute = self.created.slots[name]
+            now = getattr(module, attribute, None)
+            if now is twin and self.targets.get(storage_id(twin)) == index:
+                continue
+            origins = frozenset(self.writers.get(index, ()))
+            if isinstance(now, torch.Tensor):
+                origins |= self._origins(storage_id(now))
+            self._blame(origins, f"the loader replaces {name} instead of writing it")
+            dims = tuple((n, 0, s) for n, s in zip(self.shapes[index], row_major(self.shapes[index]), strict=True))
+            self.events.append(Write(index, 0, dims, "replaced", origins))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        into, of = storage_id(target), storage_id(source)
+        index = self.targets.get(into)
+        if index is None:
+            if into in self.created.live or into in self.sources:
+                self._blame(self._origins(of), f"copied into {self._whose(into)}, which is not a parameter as created")
+            elif self._origins(of) or target.is_meta or source.is_meta:
+                self._taint(target, self._origins(of) | self._origins(into))
+            else:
+                target.copy_(source)
+            return target
+        origin, image = self.sources.get(of, -1), self.images.get(of)
+        if source.shape != target.shape:
+            source = source.expand(target.shape)
+        if origin < 0 and image is None:
+            self._write(target, "copy_", self._origins(of) - {-1})
+            return target
+        dims = tuple(zip(target.shape, source.stride(), target.stride(), strict=True))
+        self.writers.setdefault(index, set()).update((origin,) if image is None else (p.source for p in image.parts))
+        self.events.append(
+            Copy(index, origin, image, target.storage_offset(), source.storage_offset(), dims, source.dtype, target.dtype)
+        )
+        return target
+
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is aten._local_scalar_dense.default:
+            return self._scalar(args[0])
+        written = _mutated(func, args, kwargs)
+        tensors = list(_tensors((args, kwargs)))
+        origins: frozenset[int] = frozenset().union(*(self._origins(storage_id(t)) for t in tensors))
+        for target in written:
+            key = storage_id(target)
+            if key in self.targets:
+                self._target_write(func, target, args, kwargs, origins)
+            elif key in self.created.live:
+                self._blame(origins, f"{_op(func)} writes {self._whose(key)}, which is not a parameter as created")
+            else:
+                self._taint(target, origins)
+        if written and any(storage_id(t) in self.created.live or storage_id(t) in self.targets for t in written):
+            return args[0]
+        if func is aten._to_copy.default and origins:
+            kwargs = {**kwargs, "device": args[0].device, "pin_memory": False}  # there is no data to put on a device
+        try:
+            result = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if not origins:
+                raise
+            self._blame(origins, f"{_op(func)} needs its values")
+            raise ValueReadError(f"{_op(func)}: {error}") from error
+        if origins:
+            self._follow(func, args, kwargs, result, origins)
+        return result
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, origins: frozenset[int]) -> None:
+        """Remember where the tensors in `result` come from."""
+        if isinstance(result, torch.Tensor) and len(args):
+            parts: list[Part] | None = None
+            if func in (aten.clone.default, aten._to_copy.default, aten.contiguous.default):
+                parts = self._parts(args[0], [0] * result.dim(), result.dtype)
+            elif func is aten.cat.default:
+                parts = self._joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), result.dtype, stacked=False)
+            elif func is aten.stack.default:
+                parts = self._joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), result.dtype, stacked=True)
+            image = None if parts is None else _image(result, parts)
+            if image is not None:
+                self.images[storage_id(result)] = image
+                self._kept.append(result)
+                return
+        for tensor in _tensors(result):
+            if storage_id(tensor) not in self.sources:
+                self._taint(tensor, origins)
+
+    def _joined(self, tensors: Sequence[torch.Tensor], dim: int, dtype: torch.dtype, *, stacked: bool) -> list[Part] | None:
+        """Parts of the concatenation (or stack) of `tensors` along `dim`."""
+        parts: list[Part] = []
+        at = 0
+        for tensor in tensors:
+            if stacked:
+                tensor = tensor.unsqueeze(dim)
+            if tensor.dim() == 1 and not tensor.numel():
+                continue
+            dim = dim % tensor.dim()
+            found = self._parts(tensor, [at if i == dim else 0 for i in range(tensor.dim())], dtype)
+            if found is None:
+                return None
+            parts += found
+            at += tensor.shape[dim]
+        return parts
+
+    def _parts(self, view: torch.Tensor, shift: Sequence[int], dtype: torch.dtype) -> list[Part] | None:
+        """What a view holds, in its own coordinates moved by `shift`; None if it is not all copied from sources."""
+        if view.dtype != dtype and (view.dtype, dtype) not in WIDENING:
+            return None
+        key = storage_id(view)
+        shape = tuple(view.shape)
+        origin, image = self.sources.get(key, -1), self.images.get(key)
+        if origin >= 0 and view.dtype == self.source_tensors[origin].dtype:
+            found = [Part((0,) * view.dim(), shape, origin, view.storage_offset(), view.stride())]
+        elif image is not None:
+            at = row_major(shape)
+            seen = through(image, view.storage_offset(), tuple(zip(shape, view.stride(), at, strict=True)))
+            if seen is None:
+                return None
+            found = []
+            for source, start, first, dims in seen:
+                for lo, hi, offset, strides in decompose(shape, first, [(n, d, s) for n, s, d in dims]):
+                    found.append(Part(lo, hi, source, start + offset, strides))
+        else:
+            return None
+        return [
+            Part(
+                tuple(a + b for a, b in zip(p.lo, shift, strict=True)),
+                tuple(a + b for a, b in zip(p.hi, shift, strict=True)),
+                p.source,
+                p.offset,
+                p.strides,
+            )
+            for p in found
+        ]
+
+    def _target_write(
+        self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], origins: frozenset[int]
+    ) -> None:
+        if func in (aten.fill_.Scalar, aten.zero_.default):
+            value = args[1] if len(args) > 1 else kwargs.get("value", 0)
+            source = self.read.pop(float(value), None) if isinstance(value, int | float) else None
+            if source is not None:
+                self._note_scalar(target, source)
+                return
+            origins = frozenset()
+        elif func is aten.fill_.Tensor and storage_id(args[1]) in self.sources:
+            self._copy(target, args[1])
+            return
+        self._write(target, _op(func), origins - {-1})
+
+    def _note_scalar(self, target: torch.Tensor, source: int) -> None:
+        """A value read from a source of one element was written here, unchanged."""
+        index = self.targets[storage_id(target)]
+        dims = tuple((n, 0, s) for n, s in zip(target.shape, target.stride(), strict=True))
+        dtype = self.source_tensors[source].dtype
+        self.computed.pop(source, None)
+        self.writers.setdefault(index, set()).add(source)
+        self.events.append(Copy(index, source, None, target.storage_offset(), 0, dims, dtype, target.dtype))
+
+    def _write(self, target: torch.Tensor, op: str, origins: frozenset[int]) -> None:
+        index = self.targets[storage_id(target)]
+        dims = tuple((n, 0, s) for n, s in zip(target.shape, target.stride(), strict=True))
+        if origins:
+            self._blame(origins, f"{op} on {self.target_names[index]} is computed, not copied")
+            self.writers.setdefault(index, set()).update(origins)
+        self.events.append(Write(index, target.storage_offset(), dims, op, origins))
+
+    def _scalar(self, tensor: torch.Tensor) -> Any:
+        key = storage_id(tensor)
+        real = self.created.values.get(key)
+        origins = self._origins(key)
+        if not tensor.is_meta:
+            return aten._local_scalar_dense.default(tensor)
+        if key in self.sources and self.source_tensors[self.sources[key]].numel() == 1 and tensor.dtype.is_floating_point:
+            source = self.sources[key]
+            value = MAGIC * (1 + len(self._kept) / 2**20)
+            self._kept.append(tensor)
+            self.read[value] = source
+            self._blame(frozenset({source}), "its value is read by the loader")
+            return value
+        if not origins and real is not None:
+            return real.as_strided(tensor.size(), tensor.stride(), real.storage_offset() + tensor.storage_offset()).item()
+        self._blame(origins, "its value is read by the loader")
+        raise ValueReadError("a value of a tensor without storage")
+
+    def _origins(self, key: int) -> frozenset[int]:
+        """The sources whose values a storage may hold."""
+        if key in self.sources:
+            return frozenset({self.sources[key]})
+        if key in self.images:
+            return frozenset(p.source for p in self.images[key].parts)
+        if key in self.targets:
+            return frozenset(self.writers.get(self.targets[key], ()))
+        return self.taints.get(key, frozenset())
+
+    def _taint(self, tensor: torch.Tensor, origins: frozenset[int]) -> None:
+        key = storage_id(tensor)
+        if key in self.images:
+            origins = origins | self._origins(key)
+            del self.images[key]
+        if origins:
+            self._kept.append(tensor)
+            self.taints[key] = self.taints.get(key, frozenset()) | origins
+
+    def _blame(self, origins: Iterable[int], reason: str) -> None:
+        for source in origins:
+            self.computed.setdefault(source, reason)
+
+    def _whose(self, key: int) -> str:
+        if key in self.sources:
+            return "a checkpoint tensor"
+        return "a live tensor of the model" if key in self.created.live else "a tensor"
+
+
+def through(image: Image, start: int, dims: Sequence[Dim]) -> list[tuple[int, int, int, list[Dim]]] | None:
+    """A copy out of an image as copies out of its sources: (source, first read, first written, dims). None if it has gaps."""
+    found: list[tuple[int, int, int, list[Dim]]] = []
+    for lo, hi, at, strides in decompose(image.shape, start, dims):
+        volume = 0
+        for part in image.parts:
+            first = tuple(map(max, lo, part.lo))
+            last = tuple(map(min, hi, part.hi))
+            if any(a >= b for a, b in zip(first, last, strict=True)):
+                continue
+            size = 1
+            for a, b in zip(first, last, strict=True):
+                size *= b - a
+            volume += size
+            read = part.offset + sum((a - b) * s for a, b, s in zip(first, part.lo, part.strides, strict=True))
+            written = at + sum((a - b) * s for a, b, s in zip(first, lo, strides, strict=True))
+            steps = [(b - a, s, d) for a, b, s, d in zip(first, last, part.strides, strides, strict=True)]
+            found.append((part.source, read, written, steps))
+        whole = 1
+        for a, b in zip(lo, hi, strict=True):
+            whole *= b - a
+        if volume != whole:
+            return None
+    return found
+
+
+def _image(result: torch.Tensor, parts: Iterable[Part]) -> Image | None:
+    """The image of a new tensor, in the order of its own storage; None if the storage is not dense."""
+    order = sorted(range(result.dim()), key=lambda i: (-result.stride(i), i))
+    shape = tuple(result.shape[i] for i in order)
+    if any(n > 1 and result.stride(i) != s for i, n, s in zip(order, shape, row_major(shape), strict=True)):
+        return None
+
+    def turn(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values[i] for i in order)
+
+    return Image(shape, tuple(Part(turn(p.lo), turn(p.hi), p.source, p.offset, turn(p.strides)) for p in parts))
+
+
+def _op(func: Any) -> str:
+    return str(func).removesuffix(".default")
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operation writes."""
+    found: list[torch.Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found.extend(_tensors(value))
+    return found
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+__all__ = ["Copy", "Image", "Part", "Recorder", "TooManyBoxesError", "ValueReadError", "Write", "through"]
