@@ -1,0 +1,218 @@
+"""The source map: which boxes of which Hugging Face tensors this trainer rank holds, and at which bytes of which tensor.
+
+It is made once, from metadata, without a collective and without copying a weight. Optimizer steps write in place, so the same
+table describes every later version; what can break it is memory that moved, and `check_live` finds that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_sender.bridge import VOCABULARY, BridgeView, Held
+from megatron_sender.source_cuts import Cut, Part, cuts_of, shard_axis
+from vllm_refit_ext.core.dtypes import ITEMSIZE, dtype_name
+from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, WireError
+from vllm_refit_ext.core.placement import Buffer, Placement, Placements
+
+TRAINED = ("float32", "bfloat16", "float16")
+"""Element types whose values are the weights. FP8 trainers store values and scales apart, which a move can't put together."""
+
+
+@dataclass
+class SourceMap:
+    """What one trainer rank offers.
+
+    Attributes
+    ----------
+    manifest: Hugging Face name -> (global shape, dtype name), of every tensor that this rank holds a part of, in the model's
+        order. aliases: tied name -> the name that travels; the same on every rank. placements: one row a box, one Buffer a
+        Megatron tensor, in the order of `tensors`. tensors: the live local tensors; optimizer steps change them in place.
+    checkpoint_names: every name the checkpoint has, or None when the bridge was made from a configuration alone.
+    """
+
+    manifest: dict[str, tuple[tuple[int, ...], str]]
+    aliases: dict[str, str]
+    placements: Placements
+    tensors: list[torch.Tensor]
+    checkpoint_names: frozenset[str] | None
+    _held: list[Held] = field(repr=False)
+    _chunks: list[Any] = field(repr=False)
+    _addresses: list[int] = field(repr=False)
+
+    def check_live(self) -> None:
+        """Raise WireError, naming every tensor that lies elsewhere, is empty, or changed its shape or dtype since."""
+        problems = []
+        for held, buffer, known, address in zip(self._held, self.placements.buffers, self.tensors, self._addresses, strict=True):
+            now = held.tensor.data
+            got = (tuple(now.shape), dtype_name(now.dtype))
+            if got != (buffer.shape, buffer.dtype):
+                problems.append(Problem("its shape or dtype changed", buffer.name, str(got), f"{buffer.shape}, {buffer.dtype}"))
+            elif now.untyped_storage().nbytes() == 0 and now.numel():
+                problems.append(Problem("its memory was given back", buffer.name, do="Load the model back before a refit."))
+            elif now.data_ptr() != address or known.data_ptr() != address:
+                problems.append(Problem("its memory moved", buffer.name, do="Call refresh() and open the wire anew."))
+        if problems:
+            raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not where the source map says")
+
+    def refresh(self) -> list[str]:
+        """Take up tensors that moved. Returns the names of their buffers; what was opened for these is to be opened anew.
+
+        The table itself stays: its offsets count from each tensor's start. Raises WireError like `check_live`, for the rest.
+        """
+        moved = []
+        for i, held in enumerate(self._held):
+            now = held.tensor.detach()
+            if now.data_ptr() != self._addresses[i] and now.untyped_storage().nbytes():
+                moved.append(self.placements.buffers[i].name)
+                self.tensors[i], self._addresses[i] = now, now.data_ptr()
+        self.check_live()
+        return moved
+
+    def settle(self) -> None:
+        """Finish parameter gathers that a distributed optimizer with `overlap_param_gather` leaves to the next forward pass.
+
+        Without it the weights of other data-parallel ranks are still those of the step before. Every rank must call it (the
+        gathers are collectives); it does nothing when no chunk gathers late.
+        """
+        for chunk in self._chunks:
+            config = getattr(chunk, "ddp_config", None)
+            if config is not None and getattr(config, "overlap_param_gather", False):
+                chunk.start_param_sync(force_sync=True)
+
+
+def source_map(model_chunks: Sequence[Any], bridge: Any, *, rank: int | None = None) -> SourceMap:
+    """The source map of this rank.
+
+    `model_chunks` are Megatron's model chunks as the trainer holds them (wrapped or not; a single module may be given),
+    `bridge` the `AutoBridge` they were made by, `rank` this process's global rank (asked from torch.distributed when None).
+    Raises ConfigError that lists every tensor it can't describe exactly: no mapping or an unknown class of mapping, a shape that
+    fits neither the model's numbers nor the checkpoint, a quantised or distributed tensor class, an adapter.
+    """
+    chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+    if not chunks:
+        raise ConfigError("no model chunks were given", where="source_map")
+    if rank is None:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    view = BridgeView(bridge, chunks)
+    held, problems = view.held()
+    manifest: dict[str, tuple[tuple[int, ...], str]] = {}
+    buffers: list[Buffer] = []
+    rows: list[Placement] = []
+    kept: list[Held] = []
+    for item in held:
+        found = _problems_of(item)
+        if found:
+            problems += found
+            continue
+        try:
+            cuts = cuts_of(_part(item, view))
+        except RefitError as error:
+            problems += [Problem(p.what, item.label, p.got, p.wanted, p.do) for p in error.problems]
+            continue
+        problems += _check_cuts(item, cuts, view, manifest)
+        tensor = item.tensor
+        size = ITEMSIZE[dtype_name(tensor.dtype)]
+        for cut in cuts:
+            if all(low < high for low, high in zip(cut.lo, cut.hi, strict=True)):
+                strides = tuple(stride * size for stride in cut.strides)
+                rows.append(Placement(cut.tensor, len(buffers), cut.lo, cut.hi, cut.offset * size, strides))
+        buffers.append(Buffer(item.label, rank, dtype_name(tensor.dtype), tuple(tensor.shape)))
+        kept.append(item)
+    if problems:
+        raise ConfigError.of(problems, f"{len(problems)} tensor(s) of the trainer can't be offered (rank {rank})")
+    tensors = [item.tensor.detach() for item in kept]
+    return SourceMap(
+        manifest=manifest,
+        aliases=view.aliases(held),
+        placements=Placements.from_rows(buffers, rows, list(manifest)),
+        tensors=tensors,
+        checkpoint_names=view.checkpoint.names,
+        _held=kept,
+        _chunks=chunks,
+        _addresses=[tensor.data_ptr() for tensor in tensors],
+    )
+
+
+def _part(item: Held, view: BridgeView) -> Part:
+    vocabulary = None
+    if item.name.endswith(VOCABULARY):
+        known = view.checkpoint.shape(str(item.mapping.hf_param))
+        vocabulary = known[0] if known else view.checkpoint.vocabulary
+    return Part(
+        mapping=item.mapping,
+        module=item.module,
+        config=item.config,
+        shape=tuple(item.tensor.shape),
+        ranks=item.mapping.tp_size,
+        rank=item.mapping.tp_rank,
+        checkpoint_shape=view.checkpoint.shape,
+        vocabulary=vocabulary,
+    )
+
+
+def _problems_of(item: Held) -> list[Problem]:
+    """What the tensor itself says against being read as it lies."""
+    keep_float32 = getattr(item.module, "_maintain_float32_expert_bias", None)
+    if keep_float32 is not None and item.attribute == "expert_bias":
+        # Mixed-precision wrappers cast this buffer; the router takes it back to float32 before it is used or saved.
+        keep_float32()
+    tensor = item.tensor
+    if type(tensor) not in (torch.nn.Parameter, torch.Tensor) or dtype_name(tensor.dtype) not in TRAINED:
+        return [
+            Problem(
+                "it is stored in a form whose bytes are not the weights",
+                item.label,
+                f"{type(tensor).__name__} of {tensor.dtype}",
+                "a plain tensor of " + " or ".join(TRAINED),
+                "Train with plain parameters, or send this model through the bridge's export.",
+            )
+        ]
+    if not tensor.is_contiguous():
+        return [Problem("it is not contiguous in memory", item.label, f"strides {tuple(tensor.stride())}", "row-major")]
+    return []
+
+
+def _check_cuts(item: Held, cuts: list[Cut], view: BridgeView, manifest: dict[str, tuple[tuple[int, ...], str]]) -> list[Problem]:
+    """Hold the cuts against the checkpoint, against what other tensors said, and against the tensor's own attributes."""
+    problems = []
+    names = view.checkpoint.names
+    dtype = dtype_name(item.tensor.dtype)
+    for name, shape in {cut.tensor: cut.shape for cut in cuts}.items():
+        wanted = view.checkpoint.shape(name)
+        if names is not None and name not in names:
+            problems.append(Problem(f"the checkpoint has no tensor {name!r}, to which the bridge maps it", item.label))
+        elif wanted is not None and wanted != shape:
+            what = f"the trainer's shards make up another shape of {name!r} than the checkpoint has"
+            problems.append(Problem(what, item.label, str(shape), str(wanted)))
+        other = manifest.setdefault(name, (shape, dtype))
+        if other != (shape, dtype):
+            problems.append(
+                Problem(f"two tensors of the model disagree about {name!r}", item.label, f"{shape}, {dtype}", f"{other}")
+            )
+    return problems + _check_sharding(item, view)
+
+
+def _check_sharding(item: Held, view: BridgeView) -> list[Problem]:
+    """Megatron marks tensors that it splits. A mark that the mapping doesn't know would mean a wrong cut."""
+    tensor, part = item.tensor, _part(item, view)
+    problems = []
+    if not getattr(tensor, "allreduce", True) and not item.mapping.is_expert:
+        what = "Megatron reduces its gradients as an expert's, but the bridge's mapping is not one of experts"
+        problems.append(Problem(what, item.label, type(item.mapping).__name__))
+    marked = getattr(tensor, "partition_dim", None) if getattr(tensor, "tensor_model_parallel", False) else None
+    axis = shard_axis(part)
+    if marked is not None and part.ranks > 1 and axis != marked:
+        got = "replicated" if axis is None else f"split along dimension {axis}"
+        problems.append(
+            Problem(
+                f"its mapping {type(item.mapping).__name__} and Megatron's own mark disagree",
+                item.label,
+                got,
+                f"split along dimension {marked}",
+            )
+        )
+    return problems
