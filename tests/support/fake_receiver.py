@@ -1,0 +1,78 @@
+"""A worker extension with a handler that fails where a test asks it to, so that the seam is tested without wires and plans.
+
+`update_info` for it: `wire: "fake"`, `file`, a safetensors file that is loaded by vLLM's own reload, and `fail`: `""`, `"early"` (refused before the
+first write), `"torn"` (fails after the file was loaded), `"crash"` (an exception that is not ours); `rank`: fail on that rank only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from safetensors.torch import load_file
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_refit_ext.core.errors import SessionError, TornError
+from vllm_refit_ext.receiver import agree, engine, guard
+from vllm_refit_ext.receiver.reload import reload_weights
+from vllm_refit_ext.receiver.worker_view import WorkerView
+
+
+class FakeHandler:
+    """Loads a file; fails on demand."""
+
+    def __init__(self, view: WorkerView) -> None:
+        self.view = view
+        self.updates = 0
+        self.blob = b""
+
+    def prepare(self, state_dict_info: dict[str, Any], note: str = "") -> None:
+        """Accept anything but an empty manifest."""
+        if not state_dict_info:
+            raise SessionError("the manifest is empty", where="prepare")
+
+    def update(self, update_info: dict[str, Any], /) -> dict[str, Any]:
+        """Load `file`, failing as told."""
+        fail = update_info.get("fail", "")
+        if update_info.get("rank", self.view.rank) != self.view.rank:
+            fail = ""
+        if fail == "crash":
+            raise ZeroDivisionError("nobody foresaw this")
+        refused = SessionError("refused as the test asked", where="fake wire") if fail == "early" else None
+        agree.agree(self.view, "begin", None, refused, 20.0)
+        self.blob = update_info.get("blob", b"")
+        if "file" in update_info:
+            reload_weights(self.view, iter(load_file(update_info["file"]).items()))
+        if fail == "torn":
+            raise TornError("torn as the test asked", where="fake wire", do="run a full refit")
+        self.updates += 1
+        return {"updates": self.updates}
+
+    def status(self) -> dict[str, Any]:
+        """How many updates committed, and the last blob as hexadecimal text."""
+        return {"rank": self.view.rank, "updates": self.updates, "blob": self.blob.hex()}
+
+    def abort(self) -> None:
+        """Nothing to give up."""
+
+
+class FakeExtension:
+    """The RPCs that a test needs. vLLM mixes it into its worker."""
+
+    def refit_prepare(self) -> dict[str, Any]:
+        """What the product's `prepare_refit_info` does at its end."""
+        handler = FakeHandler(WorkerView.of_worker(self))
+        engine.install(self, handler)
+        return handler.status()
+
+    def refit_status(self) -> dict[str, Any]:
+        """Status with the guard's mark."""
+        seam = engine.seam_of(self)
+        return dict(seam.handler.status() if seam is not None else {}) | {"mark": guard.report(self)}
+
+    def refit_reload(self, path: str) -> list[str]:
+        """Reload a file; the names of layers that got nothing."""
+        return reload_weights(WorkerView.of_worker(self), iter(load_file(path).items())).untouched
+
+
+engine.answer_early(Worker)
+engine.open_handler = FakeHandler

@@ -1,0 +1,70 @@
+"""A CPU engine that keeps the plain weight layouts GPUs use, so that in-place writes and expert parallelism run without one.
+
+Stock CPU kernels pack every linear into an opaque handle and the experts into a blocked form, and their expert kernel ignores
+the expert map. Pass `worker_extension_cls="tests.support.plain_cpu.PlainCpuExtension"`: the patches are in place before
+the model is built, because vLLM imports the extension first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+import vllm.model_executor.layers.utils as layer_utils
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+from vllm_refit_ext import RefitWorkerExtension
+
+
+def run_experts(
+    output: torch.Tensor,
+    hidden: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+) -> None:
+    """SiLU-gated experts, one after the other, summed in float32 into `output` [tokens, hidden].
+
+    `w13` [local experts, 2 * inner, hidden], `w2` [local experts, hidden, inner], `weights` and `ids` [tokens, k]; `expert_map` gives the local
+    number of a global expert, or -1 where another rank has it.
+    """
+    if expert_map is not None:
+        ids = expert_map[ids.long()]
+    total = torch.zeros(hidden.shape, dtype=torch.float32)
+    for expert in range(w13.shape[0]):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        if token.numel():
+            gate, up = functional.linear(hidden[token], w13[expert]).chunk(2, -1)
+            down = functional.linear(functional.silu(gate) * up, w2[expert])
+            total.index_add_(0, token, down.float() * weights[token, slot, None].float())
+    output.copy_(total)
+
+
+def _no_packing(self: Any, layer: torch.nn.Module) -> None:
+    self._use_zentorch = False
+
+
+def _apply(self: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *rest: Any, **named: Any) -> None:
+    arguments = dict(zip(("topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map"), rest, strict=False)) | named
+    if arguments["activation"].value != "silu" or self.w1_bias is not None:
+        raise NotImplementedError("plain CPU experts know SiLU without biases only")
+    run_experts(output, hidden_states, w1, w2, arguments["topk_weights"], arguments["topk_ids"], arguments.get("expert_map"))
+
+
+def keep_plain_layouts() -> None:
+    """Patch this process's vLLM: linears stay `weight [out, in]`, experts stay `w13 [E, 2I, H]` and `w2 [E, H, I]`."""
+    ops._supports_onednn = False
+    layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = _no_packing
+    cpu_moe.CPUUnquantizedExperts.apply = _apply
+
+
+keep_plain_layouts()
+
+
+class PlainCpuExtension(RefitWorkerExtension):  # type: ignore[misc]
+    """The product's extension on a CPU engine with plain layouts."""

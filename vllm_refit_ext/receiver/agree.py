@@ -1,0 +1,226 @@
+"""All ranks of one engine agree: everyone's value, or the same named error on every rank, before a deadline.
+
+The exchange goes through the key-value store that torch.distributed already keeps for the process group, not through a
+collective. A collective that one rank never joins can't be abandoned: its group is unusable afterwards. Keys can: each round
+has its own, so a round that failed leaves nothing that the next one could trip over.
+
+One round: every rank writes its value or its problems, waits for the others', then tries to set the verdict. Setting is atomic
+in the store and the first to set it decides for all: "go" by a rank that has seen every answer in time, "stop" with the list
+of the missing by a rank whose deadline passed. So a rank that arrives late learns that it was late, and no rank commits what
+another gave up. The one gap left: if the process that hosts the store (rank 0) is itself stopped or dead, the others
+can't reach it, and each raises `DeadlineError` for itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, TornError
+from vllm_refit_ext.receiver.worker_view import WorkerView
+
+T = TypeVar("T")
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What one rank writes: `value`, or `kind` (an error class of `core.errors`) with its `problems`."""
+
+    value: bytes | None = None
+    kind: str = ""
+    problems: list[Problem] = []
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """How a round ended. `missing`: ranks that had not answered when `by` gave up; `go` otherwise."""
+
+    go: bool
+    by: int = 0
+    missing: list[int] = []
+
+
+class Exchange:
+    """One rank's connection to the store, with a deadline on every call.
+
+    A store call can't be interrupted, so it runs in a thread that is left behind when the deadline passes; the connection
+    is dropped with it and the next round opens a new one.
+    """
+
+    def __init__(self, view: WorkerView, store: Any = None) -> None:
+        self.view = view
+        self.given = store
+        self.store: Any = None
+        self.uses: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Forget which phases the last RPC used, and remove its keys of two RPCs ago."""
+        self.uses.clear()
+
+    def key(self, phase: str) -> str:
+        """The store key of this use of `phase`; the same on every rank, because RPCs reach all ranks in one order."""
+        use = self.uses[phase] = self.uses.get(phase, 0) + 1
+        return f"refit/{self.view.replica}/{self.view.rounds}/{phase}/{use}"
+
+    def call(self, what: Callable[[Any], T], deadline: float) -> T:
+        """`what(store)` in a thread, at most until `deadline` (time.monotonic seconds)."""
+        box: list[Any] = []
+
+        def work() -> None:
+            try:
+                if self.store is None:
+                    self.store = (self.given or _default_store()).clone()
+                box.append((True, what(self.store)))
+            except Exception as error:  # noqa: BLE001
+                # handed to the waiting thread below, whatever it is
+                box.append((False, error))
+
+        thread = threading.Thread(target=work, name="refit-agree", daemon=True)
+        thread.start()
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if not box:
+            self.store = None
+            raise DeadlineError(
+                "the store that the ranks agree through did not answer",
+                where=f"rank {self.view.rank}",
+                wanted="an answer before the deadline",
+                do="rank 0 hosts it: see whether that worker is stopped or overloaded",
+            )
+        good, result = box[0]
+        if not good:
+            self.store = None
+            raise result
+        return result  # type: ignore[no-any-return]
+
+
+def begin(view: WorkerView) -> None:
+    """Call first in every RPC that may agree. Counts RPCs, which keeps the ranks' keys in step whatever failed before."""
+    view.rounds += 1
+    if view.exchange is not None:
+        view.exchange.begin()
+
+
+def agree(view: WorkerView, phase: str, value: bytes | None, error: RefitError | None, deadline_s: float) -> list[bytes | None]:
+    """Exchange `value` or `error` with all ranks of the engine; every rank gets the same outcome.
+
+    Arguments: `phase`, a name that all ranks use at this point; `deadline_s`, seconds from now. Returns every rank's value,
+    in rank order. Raises the same error on every rank: the problems of all failing ranks, each with its ranks, in the
+    class of the gravest (`TornError`, else that of the lowest failing rank); or `DeadlineError` with the missing ranks. The error
+    has `agreed = True` unless the store could not be reached. Raise it to vLLM with `surface`.
+    """
+    answer = Answer(value) if error is None else Answer(None, type(error).__name__, error.problems)
+    if view.world_size == 1:
+        return _settle([answer])
+    if view.exchange is None:
+        view.exchange = Exchange(view)
+    exchange: Exchange = view.exchange
+    key = exchange.key(phase)
+    deadline = time.monotonic() + deadline_s
+    ranks = range(view.world_size)
+    keys = [f"{key}/{rank}" for rank in ranks]
+
+    def post_and_wait(store: Any) -> bool:
+        store.set(keys[view.rank], msgspec.msgpack.encode(answer))
+        return _wait(store, keys, deadline)
+
+    def decide(store: Any, complete: bool) -> Verdict:
+        missing = [] if complete else [rank for rank in ranks if not store.check([keys[rank]])]
+        mine = Verdict(go=complete, by=view.rank, missing=missing)
+        return msgspec.msgpack.decode(store.compare_set(f"{key}/verdict", "", msgspec.msgpack.encode(mine)), type=Verdict)
+
+    # the exchange itself may be at its deadline when it has to say so; grace lets it write the verdict
+    grace = deadline + max(1.0, 0.1 * deadline_s)
+    try:
+        complete = exchange.call(post_and_wait, grace) and time.monotonic() <= deadline
+        verdict = exchange.call(lambda store: decide(store, complete), grace)
+        present = [rank for rank in ranks if rank not in verdict.missing]
+        raw = exchange.call(lambda store: [store.get(keys[rank]) for rank in present], grace + 1.0)
+    except RefitError as unreachable:
+        raise _merge([*([error] if error else []), unreachable], view.rank) from error
+    except Exception as broken:
+        lost = DeadlineError(
+            f"the store that the ranks agree through is gone: {broken}", where=f"rank {view.rank}", do="a worker has died: restart the engine"
+        )
+        raise _merge([*([error] if error else []), lost], view.rank) from broken
+    answers = [msgspec.msgpack.decode(text, type=Answer) for text in raw]
+    if verdict.go:
+        return _settle(answers)
+    late = Answer(
+        kind="DeadlineError",
+        problems=[
+            Problem(
+                f"no answer in phase {phase!r} within {deadline_s:g} s",
+                "rank " + ", ".join(map(str, verdict.missing)) if verdict.missing else f"rank {verdict.by}",
+                "nothing" if verdict.missing else "all answers, after the deadline",
+                "an answer of every rank",
+                "see whether that worker is stopped, dead or slow; the next call starts afresh",
+            )
+        ],
+    )
+    return _settle([*answers, late], present)
+
+
+def surface(view: WorkerView, error: RefitError) -> None:
+    """Raise `error` to vLLM where this rank must; return where another rank raises it for all (see `WorkerView.speaks`)."""
+    if view.speaks or not getattr(error, "agreed", False):
+        raise error
+
+
+def _wait(store: Any, keys: list[str], deadline: float) -> bool:
+    """Whether all keys exist before `deadline`."""
+    from torch.distributed import DistStoreError
+
+    try:
+        store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except DistStoreError:
+        return False
+    return True
+
+
+def _default_store() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def _settle(answers: list[Answer], ranks: list[int] | None = None) -> list[bytes | None]:
+    """The values, or the one error that `answers` add up to."""
+    failed = [(index, answer) for index, answer in enumerate(answers) if answer.kind]
+    if not failed:
+        return [answer.value for answer in answers]
+    single = len(answers) == 1
+    grouped: dict[Problem, list[str]] = {}
+    for index, answer in failed:
+        known = index if ranks is None else (ranks[index] if index < len(ranks) else None)
+        for problem in answer.problems:
+            grouped.setdefault(problem, []).append("" if known is None or single else str(known))
+    problems = []
+    for problem, names in grouped.items():
+        which = ", ".join(name for name in dict.fromkeys(names) if name)
+        where = " · ".join(part for part in (f"rank {which}" if which else "", problem.where) if part)
+        problems.append(msgspec.structs.replace(problem, where=where))
+    _raise(_gravest([answer.kind for _, answer in failed]), problems)
+
+
+def _raise(kind: type[RefitError], problems: list[Problem]) -> NoReturn:
+    error = kind.of(problems)
+    error.agreed = True  # type: ignore[attr-defined]
+    raise error
+
+
+def _merge(errors: list[RefitError], rank: int) -> RefitError:
+    """This rank's own errors as one, which nobody else has seen."""
+    return _gravest([type(error).__name__ for error in errors]).of([problem for error in errors for problem in error.problems])
+
+
+def _gravest(kinds: list[str]) -> type[RefitError]:
+    known = {cls.__name__: cls for cls in _tree(RefitError)}
+    classes = [known.get(kind, RefitError) for kind in kinds]
+    return next((cls for cls in classes if issubclass(cls, TornError)), classes[0])
+
+
+def _tree(root: type[RefitError]) -> list[type[RefitError]]:
+    return [root, *(cls for child in root.__subclasses__() for cls in _tree(child))]

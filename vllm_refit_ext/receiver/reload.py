@@ -1,0 +1,211 @@
+"""vLLM's own reload as a writer: right for every quantisation method and layout, slow, and guarded here.
+
+vLLM's layerwise reload puts every layer on the meta device, collects the tensors of a layer, then materialises, loads,
+post-processes and copies the result into the layer's live tensors. It believes what it is given: a layer that gets half of its
+tensors is filled up with uninitialised memory, and a failed reload poisons the next one. `reload_weights` checks before anything
+is finalised, and `recover` puts a model back that a failure left half way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+from vllm_refit_ext.core.errors import ManifestError, Problem, RefitError, TornError
+from vllm_refit_ext.receiver.worker_view import WorkerView
+
+
+class Reload(msgspec.Struct, frozen=True):
+    """What a reload did: `tensors` and `bytes` taken from the iterator; `untouched`, layers that got none of their tensors."""
+
+    tensors: int
+    bytes: int
+    untouched: list[str]
+
+
+class _Feed:
+    """The caller's iterator on its way into `load_weights`: counts, remembers, and refuses a name that comes twice."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.tensors = tensors
+        self.seen: dict[str, None] = {}
+        self.nbytes = 0
+        self.current = ""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors:
+            if name in self.seen:
+                raise ManifestError("a tensor came twice in one reload", where=name, do="send every tensor once")
+            self.seen[name] = None
+            self.nbytes += tensor.nbytes
+            self.current = name
+            yield name, tensor
+        self.current = ""
+
+
+def reload_weights(view: WorkerView, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None = None) -> Reload:
+    """Load checkpoint tensors (Hugging Face names, shapes and dtypes) through vLLM's own reload, in place.
+
+    Arguments: `tensors`, any order, best grouped by layer (a layer is held until it is complete). **Each tensor must own its
+    memory until the call returns**: the reload keeps references and reads them when the layer is complete, so a view of a staging
+    buffer that is used again would load later bytes. `names`, all that must come; without it, no layer may be left part-loaded.
+
+    Raises `ManifestError` (a name twice, missing or refused by the model's loader) or the iterator's own error, with the model as it was when no
+    layer had been written yet; `TornError` with the same problems when one had. Either way the next reload starts clean.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    model = view.model
+    recover(view)
+    addresses = _addresses(model)
+    feed = _Feed(tensors)
+    with set_current_vllm_config(view.vllm_config), torch.device(view.device), torch.no_grad(), _zeroed_padding():
+        _rebuild_cpu_experts(view)
+        layerwise.initialize_layerwise_reload(model)
+        open_layers = {layer for layer in model.modules() if layerwise.get_layerwise_info(layer).can_load()}
+        try:
+            model.load_weights(iter(feed))
+            untouched = _check_complete(model, feed, names)
+        except Exception as error:
+            wrote = bool(_direct(feed.seen)) or any(not layerwise.get_layerwise_info(layer).can_load() for layer in open_layers)
+            recover(view)
+            raise _explain(error, feed, wrote) from error
+        try:
+            layerwise.finalize_layerwise_reload(model, view.vllm_config.model_config)
+            _check_in_place(model, addresses)
+        except Exception as error:
+            recover(view)
+            raise _explain(error, feed, wrote=True) from error
+    if hasattr(view.model_runner, "reset_lora_state"):
+        view.model_runner.reset_lora_state()
+    return Reload(len(feed.seen), feed.nbytes, untouched)
+
+
+def recover(view: WorkerView) -> list[str]:
+    """Put back the live tensors of every layer that an unfinished reload left on the meta device, and forget what it had collected.
+
+    Returns the names of those layers; empty when nothing was open. Layers that the reload had already written keep the new values.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    restored = []
+    for name, layer in view.model.named_modules():
+        info = layerwise.LAYERWISE_INFO.get(layer)
+        if info is None or not info.can_load():
+            continue
+        if info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+            restored.append(name)
+        info.reset()
+    if hasattr(view.model, "_original_do_torchao_reload"):
+        view.model._do_torchao_reload = view.model._original_do_torchao_reload
+    layerwise.LOADING_LAYERS.clear()
+    return restored
+
+
+def _check_complete(model: torch.nn.Module, feed: _Feed, names: Collection[str] | None) -> list[str]:
+    """Names of the layers that got nothing. Raises when a tensor did not come, before vLLM makes up what is missing."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    if names is not None and (absent := [name for name in names if name not in feed.seen]):
+        raise ManifestError.of([Problem("the tensor did not come", name, do="send every tensor of the manifest") for name in absent])
+    untouched, short = [], []
+    for name, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        if not info.can_load() or not info.load_numel_total:
+            continue
+        if info.load_numel <= 0:
+            untouched.append(name)
+        elif info.load_numel < info.load_numel_total and names is None:
+            short.append(
+                Problem(
+                    "the layer got a part of its elements",
+                    name,
+                    str(info.load_numel),
+                    str(info.load_numel_total),
+                    "send all tensors of the layer, or pass the manifest's names if the rest is padding",
+                )
+            )
+    if short:
+        raise ManifestError.of(short)
+    return untouched
+
+
+def _check_in_place(model: torch.nn.Module, before: dict[str, int]) -> None:
+    """Every tensor is real again and where it was: a captured CUDA graph reads the old address."""
+    after = _addresses(model)
+    problems = [Problem("the tensor was left without storage", name) for name, address in after.items() if address < 0 <= before.get(name, 0)]
+    problems += [
+        Problem("the tensor moved during the reload", name, do="captured CUDA graphs would read the old memory: restart the engine")
+        for name, address in before.items()
+        if address >= 0 and after.get(name, address) not in (address, -1)
+    ]
+    problems += [Problem("the tensor is gone after the reload", name) for name in before if name not in after]
+    if problems:
+        raise RefitError.of(problems)
+
+
+def _addresses(model: torch.nn.Module) -> dict[str, int]:
+    """Address of every parameter and buffer; -1 where there is no storage on a device."""
+    found: dict[str, int] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        found[name] = -1 if tensor.is_meta else tensor.data_ptr()
+    return found
+
+
+def _direct(names: Iterable[str]) -> list[str]:
+    """Names that the loaders write straight into live tensors, because the reload never moves those away."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    skipped: set[str] = getattr(meta, "SKIP_LOAD_TENSORS", meta.SKIP_TENSORS)
+    return [name for name in names if name.rpartition(".")[2] in skipped]
+
+
+def _explain(error: Exception, feed: _Feed, wrote: bool) -> RefitError:
+    """`error` as one of ours, naming the tensor that was being loaded; a `TornError` when live memory had been written."""
+    if isinstance(error, RefitError):
+        problems, kind = error.problems, type(error)
+    else:
+        text = f"the model's loader failed: {type(error).__name__}: {error}"
+        problems, kind = [Problem(text, feed.current, do="see whether the engine's model takes this name, shape and dtype")], ManifestError
+    if wrote:
+        return TornError.of(problems, "a reload failed after it had written to the engine; a full refit is needed")
+    return kind.of(problems)
+
+
+@contextlib.contextmanager
+def _zeroed_padding() -> Iterator[None]:
+    """Materialise layers with zeros: what no loader fills (padding) must not be whatever the allocator held."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    original: Any = meta.materialize_meta_tensor
+
+    def zeroed(tensor: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = original(tensor)
+        made.zero_()
+        return made
+
+    meta.materialize_meta_tensor = zeroed
+    try:
+        yield
+    finally:
+        meta.materialize_meta_tensor = original
+
+
+def _rebuild_cpu_experts(view: WorkerView) -> None:
+    """Make the CPU's unquantised experts pack again.
+
+    Since 0.30 they pack on their first post-load step only, so a reload would leave raw weights in a packed buffer and answer
+    wrongly without an error. A method object without a kernel packs.
+    """
+    if view.device.type != "cpu":
+        return
+    for module in view.model.modules():
+        method = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
