@@ -25,7 +25,8 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
         detail = "; ".join(f"{label} {text}" for label, text in (("got", self.got), ("wanted", self.wanted)) if text)
-        return " ".join(part for part in (head, f"({detail})" if detail else "", self.do) if part)
+        text = f"{head} ({detail})" if detail else head
+        return f"{text}. {self.do[0].upper()}{self.do[1:]}." if self.do else text
 
 
 class RefitError(Exception):

@@ -16,6 +16,9 @@ from vllm_refit_ext.core.table import Column, PackedPlacements
 PROTOCOL = 1
 """Raised when a message changes so that an older peer would misread it. Peers with different numbers refuse each other."""
 
+DEADLINE_S = 300.0
+"""Seconds that a refit may take, unless the caller says otherwise."""
+
 CachePolicy = Literal["reset", "reset_running", "keep"]
 """What a commit does with caches computed from older weights. `reset`: clear prefix, encoder and multimodal caches, and fail
 if blocks are still in use. `reset_running`: preempt running requests first, so that nothing is in use. `keep`: leave them; the
@@ -83,7 +86,7 @@ class UpdateInfo(Message):
     version: str
     session: str
     digests: dict[str, str] = {}
-    deadline_s: float = 300.0
+    deadline_s: float = DEADLINE_S
     caches: CachePolicy = "reset"
     shm: ShmInfo | None = None
 
@@ -103,7 +106,7 @@ class Status(Message):
     """State of one engine rank. state: unprepared, ready, receiving, torn. version: the weights that it serves."""
 
     rank: int
-    state: str
+    state: str = "unprepared"
     version: str = ""
     prepared: str = ""
     problems: list[Problem] = []
@@ -112,11 +115,12 @@ class Status(Message):
 
 
 class VerifyReply(Message):
-    """Digests of one engine rank's share, by tensor as hexadecimal text. staged: names whose live bytes can't be read back in
+    """problems: why there are no digests. Digests of one engine rank's share, by tensor as hexadecimal text. staged: names whose live bytes can't be read back in
     canonical form, so that the digest is of what was handed to the engine's own reload. differs: names that differ from what
     was expected, in plan order."""
 
     rank: int
+    problems: list[Problem] = []
     version: str = ""
     digests: dict[str, str] = {}
     staged: list[str] = []

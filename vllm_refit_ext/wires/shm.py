@@ -22,6 +22,7 @@ import secrets
 import stat
 import struct
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -84,9 +85,9 @@ class ShmPublisher:
             room = f"{free.f_bavail * free.f_frsize} bytes free in {FOLDER}"
             do = "give the container more shared memory, or use another wire"
             raise WireError("shared memory is too small", where=f"trainer rank {rank}", got=room, wanted=f"{nbytes} bytes", do=do) from None
-        self._fd = fd
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._owner = os.getpid()
+        # Runs at collection and at exit, so that only a killed process leaves its segment behind.
+        self._remove = weakref.finalize(self, _remove, path, fd, os.getpid())
 
     def publish(self, tensors: Mapping[int, torch.Tensor]) -> Segment:
         """Copy each tensor to its place; keys are those of `offsets`. Any device, any strides. Returns what readers need."""
@@ -105,14 +106,7 @@ class ShmPublisher:
 
     def close(self) -> None:
         """Remove the segment's name. Readers that mapped it keep it until they let go. Safe to call twice."""
-        if os.getpid() == self._owner and self._fd >= 0:  # a forked child must not remove its parent's segment
-            (FOLDER / self.name).unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):
-            self.close()
+        self._remove()
 
 
 class ShmReader:
@@ -211,6 +205,12 @@ def remove_stale_segments() -> list[str]:
             finally:
                 os.close(fd)
     return gone
+
+
+def _remove(path: Path, fd: int, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child must not remove its parent's segment
+        path.unlink(missing_ok=True)
+        os.close(fd)
 
 
 def _open(segment: Segment) -> mmap.mmap:

@@ -1,0 +1,91 @@
+"""The worker extension: the RPCs that `collective_rpc` reaches inside a vLLM worker.
+
+vLLM adds this class to the bases of its worker and never runs its constructor, so all state is made on first use and kept on the
+worker under one name. `update_weights` is not here: vLLM's worker has a method of that name, which reaches this project through
+the weight-transfer engine that `prepare_refit_info` installs.
+
+No RPC here raises for bad input. Under tensor parallelism vLLM's executor stops reading at the first rank that raises and takes
+the other ranks' answers for those to the next call. So problems travel inside the reply, from every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_refit_ext.core.errors import Problem, RefitError
+from vllm_refit_ext.core.messages import Message, PrepareReply, Status, VerifyReply, to_rpc
+from vllm_refit_ext.receiver import engine
+from vllm_refit_ext.receiver.session import Receiver
+from vllm_refit_ext.receiver.worker_view import WorkerView
+
+engine.answer_early(Worker)
+
+RpcMethod = Callable[..., dict[str, Any]]
+
+
+def rpc(reply: Callable[..., Message]) -> Callable[[Callable[..., Message]], RpcMethod]:
+    """Make a method answer with plain data, and with `reply(rank=..., problems=...)` where its arguments or its work fail."""
+
+    def decorate(method: Callable[..., Message]) -> RpcMethod:
+        signature = inspect.signature(method)
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            rank = int(getattr(self, "rank", 0))
+            try:
+                signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                wanted = f"{method.__name__}{str(signature).replace('(self, ', '(').replace('(self)', '()')}".partition(" ->")[0]
+                return to_rpc(reply(rank=rank, problems=[Problem(f"wrong arguments: {error}", method.__name__, wanted=wanted)]))
+            try:
+                return to_rpc(method(self, *args, **kwargs))
+            except RefitError as error:
+                return to_rpc(reply(rank=rank, problems=error.problems))
+
+        return call
+
+    return decorate
+
+
+class RefitWorkerExtension:
+    """Pass as `--worker-extension-cls vllm_refit_ext.RefitWorkerExtension`. See `docs/wire.md` for the messages."""
+
+    @rpc(PrepareReply)
+    def prepare_refit_info(self, state_dict_info: Any, fp8_config: Any = None) -> Message:
+        """Learn what will travel, find where it goes on this rank, build and prove the plan.
+
+        state_dict_info: name -> (shape, dtype), or the packed form of `core.manifest.offer`. fp8_config: None or
+        {"prequantize": bool}. Returns a `PrepareReply` as plain data; `problems` is empty when the rank is ready.
+        """
+        return receiver_of(self).prepare(state_dict_info, fp8_config)
+
+    @rpc(Status)
+    def refit_status(self) -> Message:
+        """State, version and last report of this rank, as a `Status`."""
+        return receiver_of(self).status()
+
+    @rpc(Status)
+    def refit_abort(self) -> Message:
+        """Give up what is prepared and release the wire. Idempotent; returns a `Status`."""
+        return receiver_of(self).abort()
+
+    @rpc(VerifyReply)
+    def refit_verify(self, digests: Any = None) -> Message:
+        """Compare this rank's digests with the sender's: rank as text -> tensor -> hexadecimal. Returns a `VerifyReply`."""
+        return receiver_of(self).verify(digests)
+
+
+def receiver_of(worker: Any) -> Receiver:
+    """The receiver of a vLLM worker, made on first use, with vLLM's own weight-transfer calls directed to it."""
+    view = WorkerView.of_worker(worker)
+    receiver = worker.__dict__.get("_refit_receiver")
+    if not isinstance(receiver, Receiver):
+        receiver = worker._refit_receiver = Receiver(view)
+        engine.install(worker, receiver)
+    receiver.view = view
+    return receiver

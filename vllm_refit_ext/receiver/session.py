@@ -1,0 +1,322 @@
+"""One engine rank's side of a refit: prepare, receive, commit; its state and its version.
+
+    unprepared --prepare--> ready --update--> receiving --commit--> ready
+                                                 |  failed before the first write: ready, the old version serves on
+                                                 '- failed after it: torn, until a full refit succeeds
+
+All ranks of an engine agree before the first write and again before the version is set, so either every rank has the new version
+or none has. Nothing here knows how bytes travel or where they land: a wire gives a reader, a writer executes the moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm_refit_ext.core.digest import row_strides
+from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.errors import ConfigError, ManifestError, PlanError, Problem, RefitError, SessionError, TornError
+from vllm_refit_ext.core.manifest import Manifest, parse_state_dict_info
+from vllm_refit_ext.core.messages import DEADLINE_S, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc
+from vllm_refit_ext.core.placement import Buffer, Placement, Placements
+from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.core.table import pack_placements
+from vllm_refit_ext.receiver.agree import agree
+from vllm_refit_ext.receiver.fp8 import Fp8Config, parse_fp8_config
+from vllm_refit_ext.receiver.reload import recover, reload_weights
+from vllm_refit_ext.receiver.targets import Targets, build_targets
+from vllm_refit_ext.receiver.verify import MODULUS, digests_of, move_digest
+from vllm_refit_ext.receiver.versions import adapter
+from vllm_refit_ext.receiver.worker_view import WorkerView
+from vllm_refit_ext.receiver.writers import InPlaceWriter, ReloadWriter
+from vllm_refit_ext.wires.shm import ShmReader
+
+
+class Prepared(msgspec.Struct):
+    """What `prepare` made and `update` executes."""
+
+    manifest: Manifest
+    targets: Targets
+    plan: Plan
+    digest: str
+    in_place: InPlaceWriter
+    reload: ReloadWriter
+    signature: tuple[Any, ...]
+
+
+class Receiver:
+    """The state of one engine rank. Made on the first call; lives as long as the worker."""
+
+    def __init__(self, view: WorkerView) -> None:
+        self.view = view
+        self.engine = f"vllm {adapter().version}"
+        self.version = ""
+        self.prepared: Prepared | None = None
+        self.problems: list[Problem] = []
+        self.torn: TornError | None = None
+        self.last: UpdateReport | None = None
+        self.caches = ""
+        self.staged: dict[str, int] = {}
+        self._maps: dict[str, Any] = {}
+        self._busy = threading.Lock()
+        self._receiving = False
+
+    # -- prepare -------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, state_dict_info: object, fp8_config: object = None) -> PrepareReply:
+        """Read the manifest, find this rank's targets, build and prove its share of the plan.
+
+        A call that finds problems leaves the rank unprepared and answers with all of them; it never raises for them, so that
+        every rank of the engine answers.
+        """
+        with self._alone("prepare_refit_info"):
+            self.prepared, self.problems = None, []
+            clock = Clock()
+            try:
+                return self._prepare(state_dict_info, parse_fp8_config(fp8_config), clock)
+            except RefitError as error:
+                self.problems = error.problems
+                return PrepareReply(rank=self.view.rank, problems=error.problems, engine=self.engine, seconds=clock.seconds)
+
+    def _prepare(self, info: object, fp8_config: Fp8Config, clock: Clock) -> PrepareReply:
+        manifest, sources = parse_state_dict_info(info)
+        with clock("routes"):
+            targets = build_targets(self.view, manifest)
+        problems = list(targets.problems)
+        sources = sources if sources is not None else whole_tensors(manifest)
+        with clock("plan"):
+            try:
+                plan = build_plan(manifest, sources, targets.placements)
+            except PlanError as error:
+                problems += error.problems
+        if problems:
+            raise PlanError.of(problems)
+        rank = targets.rank
+        digest = plan.digest(rank)
+        self.prepared = Prepared(
+            manifest,
+            targets,
+            plan,
+            digest,
+            InPlaceWriter(plan, targets.params),
+            ReloadWriter(plan, self._reload),
+            targets.signature(self.view),
+        )
+        return PrepareReply(
+            rank=self.view.rank,
+            engine=self.engine,
+            targets=pack_placements(targets.placements),
+            digest=digest,
+            dropped=targets.dropped,
+            reload=targets.reload,
+            quantise=targets.quantise if fp8_config.prequantize else [],
+            layouts=targets.layouts(),
+            extra_bytes=targets.extra_bytes,
+            wire_bytes=int(plan.nbytes.sum()),
+            seconds=clock.seconds,
+        )
+
+    # -- update --------------------------------------------------------------------------------------------------------------
+
+    def update(self, info: object) -> UpdateReport:
+        """One refit. Raises the same RefitError on every rank, or returns with the new version set on every rank."""
+        with self._alone("update_weights"):
+            clock = Clock()
+            self._receiving = True
+            try:
+                return self._update(info, clock)
+            finally:
+                self._receiving = False
+
+    def _update(self, raw: object, clock: Clock) -> UpdateReport:
+        start = time.monotonic()
+        reader: ShmReader | None = None
+        update: UpdateInfo | None = None
+        problem: RefitError | None = None
+        try:
+            with clock("begin"):
+                update = from_rpc(UpdateInfo, raw, "update_weights")
+                reader = self._open(update)
+        except RefitError as error:
+            problem = error
+        deadline_s = update.deadline_s if update is not None and update.deadline_s > 0 else DEADLINE_S
+
+        def left() -> float:
+            return max(0.1, deadline_s - (time.monotonic() - start))
+
+        with clock("agree"):
+            agree(self.view, "begin", None, problem, left())
+        assert update is not None
+        assert reader is not None
+        prepared = self._prepared()
+        try:
+            with clock("write"):
+                self._write(prepared, reader)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel or a loader raises, this rank is torn now
+            problem = self._tear(error, update.version)
+        with clock("commit"):
+            try:
+                agree(self.view, "commit", None, problem, left())
+            except RefitError as error:
+                # Another rank failed after all had begun to write: the engine mixes versions, whatever this rank did.
+                self._tear(error, update.version)
+                raise
+            self._commit(update, prepared)
+        report = UpdateReport(
+            rank=self.view.rank,
+            version=update.version,
+            writer=prepared.targets.writer,
+            seconds=clock.seconds,
+            received=received(prepared.plan),
+            moves=len(prepared.plan),
+        )
+        self.last = report
+        return report
+
+    def _open(self, update: UpdateInfo) -> ShmReader:
+        """Everything that can be checked before the first write."""
+        prepared = self._prepared()
+        if not update.version:
+            raise SessionError("a refit needs a version", where="update_weights", got="an empty text", wanted="any other text")
+        if update.deadline_s <= 0:
+            raise ConfigError("the deadline must be positive", where="update_weights, deadline_s", got=update.deadline_s)
+        expected = update.digests.get(str(self.view.rank))
+        if update.digests and expected != prepared.digest:
+            do = "prepare again on every rank, trainers and engines"
+            raise PlanError("this rank holds another plan than the sender", where="plan digest", got=prepared.digest[:16], wanted=str(expected)[:16], do=do)
+        if prepared.signature != prepared.targets.signature(self.view):
+            do = "call prepare_refit_info again"
+            raise SessionError("the engine's parameters were replaced or moved since prepare", where="update_weights", do=do)
+        if update.shm is None:
+            raise ConfigError("wire shm needs the field shm", where="update_weights", do="pass what the publisher returned")
+        reader = ShmReader(update.shm, prepared.plan.sources, np.unique(prepared.plan.source), self._maps)
+        self._maps = reader.maps
+        return reader
+
+    def _prepared(self) -> Prepared:
+        if self.prepared is not None:
+            return self.prepared
+        if self.problems:
+            raise SessionError.of(self.problems, "update_weights can't run: the last prepare_refit_info found problems")
+        raise SessionError("update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first")
+
+    def _write(self, prepared: Prepared, reader: ShmReader) -> None:
+        """The engine's own reload first, as it parks all parameters; then boxes in place."""
+        self.staged = {}
+        if len(prepared.reload.plan):
+            prepared.reload.staged = lambda move, box: self._note_staged(prepared.reload.plan, move, box)
+            prepared.reload.write(reader)
+        with torch.no_grad():
+            prepared.in_place.write(reader)
+        reader.confirm()
+
+    def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> None:
+        reload_weights(self.view, tensors, names)
+
+    def _note_staged(self, plan: Plan, move: int, box: torch.Tensor) -> None:
+        name = plan.names[int(plan.tensor[move])]
+        self.staged[name] = (self.staged.get(name, 0) + move_digest(plan, move, box)) % MODULUS
+
+    def _tear(self, error: Exception, version: str) -> TornError:
+        with contextlib.suppress(RefitError):
+            recover(self.view)
+        problems = error.problems if isinstance(error, RefitError) else [Problem(f"{type(error).__name__}: {error}", "the writer")]
+        head = Problem(
+            f"the refit to version {version!r} failed after its first write, so this engine's weights mix versions",
+            f"engine rank {self.view.rank}",
+            do="run a full refit; generation is refused until one succeeds",
+        )
+        self.torn = TornError.of([head, *(p for p in problems if p != head)])
+        self.torn.__cause__ = error
+        return self.torn
+
+    def _commit(self, update: UpdateInfo, prepared: Prepared) -> None:
+        # The engine's reload rebuilds some tensors; the plan was made for the old ones unless they kept their addresses.
+        prepared.signature = prepared.targets.signature(self.view)
+        self.version, self.torn = update.version, None
+
+    # -- the rest ------------------------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """State and version of this rank. Never waits."""
+        state = "torn" if self.torn else "receiving" if self._receiving else "ready" if self.prepared else "unprepared"
+        problems = self.torn.problems if self.torn else self.problems
+        digest = self.prepared.digest if self.prepared else ""
+        return Status(rank=self.view.rank, state=state, version=self.version, prepared=digest, problems=problems, last=self.last, caches=self.caches)
+
+    def abort(self) -> Status:
+        """Give up what is prepared and let go of every mapping. The serving version and a torn state stay as they are."""
+        with self._alone("refit_abort"):
+            self.prepared, self.problems = None, []
+            for mapped in self._maps.values():
+                with contextlib.suppress(BufferError):
+                    mapped.close()
+            self._maps = {}
+        return self.status()
+
+    def verify(self, expected: dict[str, dict[str, str]] | None = None) -> VerifyReply:
+        """Digests of this rank's share, read back from the live parameters where their layout allows it.
+
+        expected: by rank as text, by tensor, hexadecimal. Names that differ are listed in plan order.
+        """
+        with self._alone("refit_verify"):
+            prepared = self._prepared()
+            if self.torn:
+                raise self.torn
+            live = digests_of(prepared.in_place)
+            staged = dict(self.staged)
+            total = {name: (live.get(name, 0) + staged.get(name, 0)) % MODULUS for name in [*live, *staged]}
+            digests = {name: f"{total[name]:016x}" for name in prepared.manifest.tensors if name in total}
+            want = (expected or {}).get(str(self.view.rank), {})
+            differs = [name for name in prepared.manifest.tensors if name in want and digests.get(name) != want[name]]
+            missing = [name for name in want if name not in prepared.manifest.tensors]
+            if missing:
+                raise ManifestError("digests for tensors that are not in the manifest", where="refit_verify", got=missing[:5])
+            return VerifyReply(rank=self.view.rank, version=self.version, digests=digests, staged=sorted(staged), differs=differs)
+
+    @contextlib.contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise SessionError(f"{call} was called while another refit call runs on this rank", where=call, do="wait for it to return")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+
+class Clock:
+    """Seconds by phase. A phase that is entered again adds up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def received(plan: Plan) -> dict[str, int]:
+    """Bytes by source rank, as text keys."""
+    return {str(e.source): e.nbytes for e in plan.edges()}
+
+
+def whole_tensors(manifest: Manifest) -> Placements:
+    """The sources of a trainer that did not say: every tensor whole and row-major in a buffer of its own, on rank 0."""
+    buffers = [Buffer(name, 0, t.dtype, t.shape) for name, t in manifest.tensors.items()]
+    rows = [
+        Placement(name, i, (0,) * len(t.shape), t.shape, 0, tuple(s * ITEMSIZE[t.dtype] for s in row_strides(t.shape)))
+        for i, (name, t) in enumerate(manifest.tensors.items())
+    ]
+    return Placements.from_rows(buffers, rows, list(manifest.tensors))
+

@@ -1,0 +1,128 @@
+"""Writers: execute a rank's moves into a layout.
+
+A writer takes the moves whose target buffer has its layout and a reader that gives the bytes of source buffers. `InPlaceWriter`
+copies boxes straight into live parameters. `ReloadWriter` fills tensors of checkpoint shape, only where this rank's routes read,
+and hands them one by one to the engine's own reload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from vllm_refit_ext.core.errors import LayoutError
+from vllm_refit_ext.core.plan import Plan
+
+PLAIN = "plain"
+"""Layout of a live parameter that the kernels read row-major, as the model created it."""
+CHECKPOINT = "checkpoint"
+"""Layout of a staged tensor of checkpoint shape, on its way to the engine's own reload."""
+
+
+Reload = Callable[[Iterator[tuple[str, torch.Tensor]], list[str]], None]
+
+
+class Reader(Protocol):
+    """A wire's receiving half, as a writer sees it."""
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        """The bytes of source buffer `buffer`, uint8 [nbytes]."""
+        ...
+
+
+def box_view(memory: torch.Tensor, dtype: torch.dtype, offset: int, extent: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """A view of a box: `extent` elements of `dtype`, from `offset` bytes into `memory` (uint8 [n]) at byte `strides`.
+
+    Raises LayoutError where offset or strides are not whole elements.
+    """
+    item = dtype.itemsize
+    if offset % item or any(s % item for s in strides):
+        got = f"offset {offset}, strides {list(strides)}"
+        raise LayoutError("a box does not lie on whole elements", got=got, wanted=f"multiples of {item} bytes")
+    typed = memory.view(dtype)
+    return typed.as_strided(tuple(extent), [s // item for s in strides], typed.storage_offset() + offset // item)
+
+
+def source_view(plan: Plan, move: int, reader: Reader) -> torch.Tensor:
+    """The source box of `move`, in the source's dtype."""
+    buffer = int(plan.source[move])
+    dtype = getattr(torch, plan.sources[buffer].dtype)
+    return box_view(reader.memory(buffer), dtype, int(plan.source_offset[move]), plan.extent[move].tolist(), plan.source_strides[move].tolist())
+
+
+def target_view(plan: Plan, move: int, memory: torch.Tensor) -> torch.Tensor:
+    """The target box of `move` in `memory`, the whole target buffer as uint8 [nbytes]."""
+    dtype = getattr(torch, plan.targets[int(plan.target[move])].dtype)
+    return box_view(memory, dtype, int(plan.target_offset[move]), plan.extent[move].tolist(), plan.target_strides[move].tolist())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8 [nbytes], sharing storage."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def moves_with_layout(plan: Plan, layout: str) -> Plan:
+    """The moves whose target buffer has `layout`."""
+    wanted = np.array([b.layout == layout for b in plan.targets], bool)
+    return plan.select(wanted[plan.target] if len(plan) else np.zeros(0, bool))
+
+
+class InPlaceWriter:
+    """Copies boxes into live parameters of layout `plain`. Every parameter keeps its `data_ptr`."""
+
+    name = "in place"
+
+    def __init__(self, plan: Plan, params: Mapping[str, torch.Tensor]) -> None:
+        """plan: this rank's moves. params: live contiguous tensors by target buffer name."""
+        self.plan = moves_with_layout(plan, PLAIN)
+        self._memory = {int(t): as_bytes(params[plan.targets[int(t)].name]) for t in np.unique(self.plan.target)}
+        self._targets = [target_view(self.plan, i, self._memory[int(self.plan.target[i])]) for i in range(len(self.plan))]
+
+    def write(self, reader: Reader) -> None:
+        """Execute all moves, casting where the plan allows it."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, [source_view(self.plan, i, reader) for i in range(len(self.plan))])
+
+    def content(self, move: int) -> torch.Tensor:
+        """The live target box of `move` of this writer's plan."""
+        return self._targets[move]
+
+
+class ReloadWriter:
+    """Feeds the engine's own reload with tensors of checkpoint shape.
+
+    A tensor is filled when the reload asks for it and dropped when its layer is done, so the peak is one layer. Elements that no
+    route of this rank reads stay zero: the loaders skip them.
+    """
+
+    name = "reload"
+
+    def __init__(self, plan: Plan, reload: Reload) -> None:
+        """plan: this rank's moves. reload: the engine's reload, called with (name, tensor) pairs and all their names."""
+        self.plan = moves_with_layout(plan, CHECKPOINT)
+        self._reload = reload
+        self.staged: Callable[[int, torch.Tensor], None] | None = None
+
+    def write(self, reader: Reader) -> None:
+        """Fill and reload."""
+        if len(self.plan):
+            names = [self.plan.targets[t].name for t in np.unique(self.plan.target).tolist()]
+            self._reload(self._tensors(reader), names)
+
+    def _tensors(self, reader: Reader) -> Iterator[tuple[str, torch.Tensor]]:
+        order = np.argsort(self.plan.tensor, kind="stable")
+        edges = np.flatnonzero(np.diff(self.plan.tensor[order], prepend=-1, append=-1))
+        for a, b in zip(edges, edges[1:], strict=False):
+            moves = order[a:b].tolist()
+            buffer = self.plan.targets[int(self.plan.target[moves[0]])]
+            tensor = torch.zeros(buffer.shape, dtype=getattr(torch, buffer.dtype))
+            memory = as_bytes(tensor)
+            for move in moves:
+                box = target_view(self.plan, move, memory)
+                box.copy_(source_view(self.plan, move, reader))
+                if self.staged is not None:
+                    self.staged(move, box)
+            yield buffer.name, tensor
