@@ -196,7 +196,10 @@ def _install_cpu_ground() -> None:
     def type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # The mixed-precision optimizer sorts parameters by the string "torch.cuda.BFloat16Tensor".
         result = real_type(self, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+        # A torch function mode calls this twice.
+        if isinstance(result, str) and not result.startswith("torch.cuda."):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
     torch.Tensor.type = type_as_on_cuda
     # Entered for good: a mode that is left when the caller returns would help nobody.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from examples.support import megatron_cpu
+from examples.support import local_spec, megatron_cpu
 
 BYTES, PAD, BOS, EOS = 256, 256, 257, 258
 """The tokenizer: one token for each of 256 bytes, then padding, begin and end."""
@@ -82,7 +82,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def save_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
     """Write a checkpoint with random weights and its tokenizer to `folder`, and return the folder.
 
-    `kind` is a key of `KINDS`; `dtype` the type weights are stored in; `overrides` are fields of the model's configuration.
+    `kind` is a key of `KINDS`; `dtype` the type weights are stored in; `overrides` are fields of the model's configuration
+    (with `num_nextn_predict_layers`, DeepSeek's checkpoint gets that many prediction layers).
     DeepSeek's `e_score_correction_bias` is stored as float32 whatever `dtype` says, as published checkpoints do.
     Raises ValueError for an unknown kind.
     """
@@ -91,29 +92,35 @@ def save_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "float
     if kind not in KINDS:
         raise ValueError(f"no tiny model {kind!r}; known are {', '.join(KINDS)}")
     family, settings = KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(**{**COMMON, **settings, **overrides})
+    fields = {**COMMON, **settings, **overrides}
+    # transformers builds no multi-token prediction layers. Checkpoints store them as decoder layers behind the last one.
+    predictors = fields.get("num_nextn_predict_layers", 0)
+    layers = fields["num_hidden_layers"]
+    config = getattr(transformers, f"{family}Config")(**{**fields, "num_hidden_layers": layers + predictors})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(seed + 1)
-    for name, tensor in model.state_dict().items():
-        # Fresh models have norms of one and biases of zero; equal values would hide a mix-up of two of them.
-        if tensor.ndim == 1:
-            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.05)
-        if not name.endswith("e_score_correction_bias"):
-            tensor.data = tensor.data.to(getattr(torch, dtype))
-    model = _stored_as(model, getattr(torch, dtype))
-    model.save_pretrained(folder)
+    model.config.num_hidden_layers = layers
+    model.config.dtype = getattr(torch, dtype)
+    model.save_pretrained(folder, state_dict=_stored_weights(model, predictors, seed, getattr(torch, dtype)))
     _save_tokenizer(folder)
     return Path(folder)
 
 
-def _stored_as(model: Any, dtype: torch.dtype) -> Any:
-    biases = {name: b.clone() for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
-    model = model.to(dtype)
-    for name, bias in biases.items():
-        model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = bias
-    model.config.dtype = dtype
-    return model
+def _stored_weights(model: Any, predictors: int, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    weights = dict(model.state_dict())
+    generator = torch.Generator().manual_seed(seed + 1)
+    hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
+    for layer in range(layers, layers + predictors):
+        prefix = f"model.layers.{layer}"
+        weights |= {f"{prefix}.{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+        weights[f"{prefix}.eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.08
+    for name, tensor in weights.items():
+        # Fresh models have norms of one and biases of zero; equal values would hide a mix-up of two of them.
+        noise = torch.randn(tensor.shape, generator=generator) * 0.05 if tensor.ndim == 1 else 0
+        weights[name] = (tensor + noise).to(torch.float32 if name.endswith("e_score_correction_bias") else dtype)
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return weights
 
 
 def _save_tokenizer(folder: str | Path) -> None:
@@ -148,6 +155,8 @@ def import_megatron() -> None:
         import megatron.core.distributed
         import megatron.core.optimizer
         import megatron.core.pipeline_parallel  # noqa: F401
+
+        local_spec.use_local_prediction_layers()
 
 
 def build_megatron(
@@ -232,16 +241,10 @@ def _plain_settings(provider: Any) -> dict[str, Any]:
         "persist_layer_norm",
     )
     return {
-        "transformer_layer_spec": _local_layer_spec,
+        "transformer_layer_spec": local_spec.layer_spec,
         "moe_grouped_gemm": False,
         "moe_token_dispatcher_type": "alltoall",
         "moe_aux_loss_coeff": 0.0,
         "perform_initialization": True,
         **{name: False for name in fusions if hasattr(provider, name)},
     }
-
-
-def _local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage)

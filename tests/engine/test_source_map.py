@@ -27,6 +27,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "llama": {"kind": "llama"},
         "bias": {"kind": "qwen2"},
         "latent": {"kind": "deepseek_v3"},
+        "latent-trained": {"kind": "deepseek_v3", "ddp": True, "step": "train"},
+        "prediction": {"kind": "deepseek_v3", "model": {"num_nextn_predict_layers": 1}},
     },
     2: {
         "moe-tp2": {"kind": "qwen3_moe", "tp": 2},
@@ -44,6 +46,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tied-padded-tp2": {"kind": "qwen3_tied", "model": {"vocab_size": 323}, "tp": 2, **PADDED},
         "latent-tp2": {"kind": "deepseek_v3", "tp": 2},
         "latent-ep2-bf16": {"kind": "deepseek_v3", "ep": 2, "dtype": "bfloat16"},
+        "prediction-pp2": {"kind": "deepseek_v3", "model": {"num_nextn_predict_layers": 1}, "pp": 2},
         "vpp2-pp2": {"kind": "qwen3_moe", "model": {"num_hidden_layers": 4}, "pp": 2, "vpp": 2},
         "uneven-pp2": {"kind": "qwen3", "model": {"num_hidden_layers": 3}, "pp": 2, "first_last_layers": (1, None)},
     },
