@@ -106,7 +106,7 @@ def test_problems_are_reported_together():
     with pytest.raises(PlanError) as error:
         build_plan(manifest(known=((4, 6), "float32"), bytes=((4, 6), "float32"), **{"misspelled.weight": ((4, 6), "float32")}), sources, targets)
     text = str(error.value)
-    assert "did you mean 'misspelled.weight'" in text
+    assert "Did you mean 'misspelled.weight'?" in text
     assert "'known'" in text
     assert "bfloat16" in text
     assert "'bytes'" in text

@@ -26,7 +26,9 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
         head = f"{self.where}: {self.what}" if self.where else self.what
         detail = "; ".join(f"{label} {text}" for label, text in (("got", self.got), ("wanted", self.wanted)) if text)
         text = f"{head} ({detail})" if detail else head
-        return f"{text}. {self.do[0].upper()}{self.do[1:]}." if self.do else text
+        if not self.do:
+            return text
+        return f"{text}. {self.do[0].upper()}{self.do[1:]}{'' if self.do[-1] in '.?' else '.'}"
 
 
 class RefitError(Exception):

@@ -42,45 +42,49 @@ class Manifest(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.msgpack.encode([entries, sorted(self.aliases.items())])).hexdigest()
 
 
-class Offer(msgspec.Struct):
-    """The packed form of `state_dict_info`: a manifest with the sources of every trainer rank."""
+class Offer(msgspec.Struct, frozen=True):
+    """What a trainer offers: the manifest, the sources of all its ranks (None: whole tensors on rank 0), and the number that this
+    engine's rank 0 has among all the engine ranks of the refit."""
 
     manifest: Manifest
-    sources: PackedPlacements | None = None
-
-    def pack(self) -> bytes:
-        """As bytes, for RPC paths that carry bytes."""
-        return msgspec.msgpack.encode(self)
+    sources: Placements | None = None
+    first_rank: int = 0
 
 
-def offer(manifest: Manifest, sources: Placements) -> bytes:
-    """What a sender passes as `state_dict_info`: manifest and sources in one `bytes`."""
-    return Offer(manifest, pack_placements(sources)).pack()
+class _Packed(msgspec.Struct, forbid_unknown_fields=True):
+    manifest: Manifest
+    sources: PackedPlacements | None
+    first_rank: int
 
 
-def parse_state_dict_info(info: object) -> tuple[Manifest, Placements | None]:
+def pack_offer(offer: Offer) -> bytes:
+    """`offer` as the bytes that a sender passes as `state_dict_info`."""
+    sources = pack_placements(offer.sources) if offer.sources is not None else None
+    return msgspec.msgpack.encode(_Packed(offer.manifest, sources, offer.first_rank))
+
+
+def parse_state_dict_info(info: object) -> Offer:
     """Read `state_dict_info` in any of its forms.
 
     info: a mapping name -> (shape, dtype) or name -> {"shape", "dtype", "format", "scale"}; or the packed form made by
-    `offer`, as bytes or (over HTTP) as their base64 text. Shapes may be lists, tuples or torch.Size; dtypes torch dtypes or
+    `pack_offer`, as bytes or (over HTTP) as their base64 text. Shapes may be lists, tuples or torch.Size; dtypes torch dtypes or
     names.
 
-    Returns the manifest and the sources, or None where the sources are not given (whole tensors on one rank).
     Raises ManifestError that lists every bad entry.
     """
     if isinstance(info, str):
         try:
             info = base64.b64decode(info, validate=True)
-        except binascii.Error as error:
+        except (binascii.Error, ValueError) as error:
             raise ManifestError("state_dict_info is text but not base64", got=str(error), do="pass the mapping, or bytes as base64") from None
     if isinstance(info, bytes | bytearray | memoryview):
         try:
-            packed = msgspec.msgpack.decode(info, type=Offer)
+            packed = msgspec.msgpack.decode(info, type=_Packed)
             sources = unpack_placements(packed.sources) if packed.sources is not None else None
         except (msgspec.MsgspecError, ValueError) as error:
-            raise ManifestError("the packed state_dict_info can't be read", got=str(error), do="send what `offer` makes") from None
+            raise ManifestError("the packed state_dict_info can't be read", got=str(error), do="send what `pack_offer` makes") from None
         check_manifest(packed.manifest)
-        return packed.manifest, sources
+        return Offer(packed.manifest, sources, packed.first_rank)
     if not isinstance(info, Mapping):
         raise ManifestError("state_dict_info has the wrong type", got=type(info).__name__, wanted="a mapping or bytes")
     tensors: dict[str, TensorSpec] = {}
@@ -90,11 +94,13 @@ def parse_state_dict_info(info: object) -> tuple[Manifest, Placements | None]:
             tensors[str(name)] = _spec(entry)
         except RefitError as error:
             problems += [Problem(p.what, f"tensor {name!r}", p.got, p.wanted, p.do) for p in error.problems]
+    if not info:
+        problems.append(Problem("state_dict_info is empty", wanted="at least one tensor"))
     if problems:
         raise ManifestError.of(problems, f"state_dict_info has {len(problems)} bad entries")
     manifest = Manifest(tensors)
     check_manifest(manifest)
-    return manifest, None
+    return Offer(manifest)
 
 
 def _spec(entry: object) -> TensorSpec:

@@ -32,10 +32,10 @@ from vllm_refit_ext.receiver.agree import agree
 from vllm_refit_ext.receiver.fp8 import Fp8Config, parse_fp8_config
 from vllm_refit_ext.receiver.reload import recover, reload_weights
 from vllm_refit_ext.receiver.targets import Targets, build_targets
-from vllm_refit_ext.receiver.verify import MODULUS, digests_of, move_digest
 from vllm_refit_ext.receiver.versions import adapter
 from vllm_refit_ext.receiver.worker_view import WorkerView
 from vllm_refit_ext.receiver.writers import InPlaceWriter, ReloadWriter
+from vllm_refit_ext.wires.boxes import MODULUS, move_digest, sum_by_tensor
 from vllm_refit_ext.wires.shm import ShmReader
 
 
@@ -86,11 +86,12 @@ class Receiver:
                 return PrepareReply(rank=self.view.rank, problems=error.problems, engine=self.engine, seconds=clock.seconds)
 
     def _prepare(self, info: object, fp8_config: Fp8Config, clock: Clock) -> PrepareReply:
-        manifest, sources = parse_state_dict_info(info)
+        offer = parse_state_dict_info(info)
+        manifest = offer.manifest
         with clock("routes"):
-            targets = build_targets(self.view, manifest)
+            targets = build_targets(self.view, manifest, offer.first_rank + self.view.rank)
         problems = list(targets.problems)
-        sources = sources if sources is not None else whole_tensors(manifest)
+        sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
         with clock("plan"):
             try:
                 plan = build_plan(manifest, sources, targets.placements)
@@ -98,8 +99,7 @@ class Receiver:
                 problems += error.problems
         if problems:
             raise PlanError.of(problems)
-        rank = targets.rank
-        digest = plan.digest(rank)
+        digest = plan.digest(targets.rank)
         self.prepared = Prepared(
             manifest,
             targets,
@@ -190,7 +190,13 @@ class Receiver:
         expected = update.digests.get(str(self.view.rank))
         if update.digests and expected != prepared.digest:
             do = "prepare again on every rank, trainers and engines"
-            raise PlanError("this rank holds another plan than the sender", where="plan digest", got=prepared.digest[:16], wanted=str(expected)[:16], do=do)
+            raise PlanError(
+                "this rank holds another plan than the sender",
+                where="plan digest",
+                got=prepared.digest[:16],
+                wanted=str(expected)[:16],
+                do=do,
+            )
         if prepared.signature != prepared.targets.signature(self.view):
             do = "call prepare_refit_info again"
             raise SessionError("the engine's parameters were replaced or moved since prepare", where="update_weights", do=do)
@@ -205,7 +211,9 @@ class Receiver:
             return self.prepared
         if self.problems:
             raise SessionError.of(self.problems, "update_weights can't run: the last prepare_refit_info found problems")
-        raise SessionError("update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first")
+        raise SessionError(
+            "update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first"
+        )
 
     def _write(self, prepared: Prepared, reader: ShmReader) -> None:
         """The engine's own reload first, as it parks all parameters; then boxes in place."""
@@ -227,7 +235,9 @@ class Receiver:
     def _tear(self, error: Exception, version: str) -> TornError:
         with contextlib.suppress(RefitError):
             recover(self.view)
-        problems = error.problems if isinstance(error, RefitError) else [Problem(f"{type(error).__name__}: {error}", "the writer")]
+        problems = (
+            error.problems if isinstance(error, RefitError) else [Problem(f"{type(error).__name__}: {error}", "the writer")]
+        )
         head = Problem(
             f"the refit to version {version!r} failed after its first write, so this engine's weights mix versions",
             f"engine rank {self.view.rank}",
@@ -249,7 +259,15 @@ class Receiver:
         state = "torn" if self.torn else "receiving" if self._receiving else "ready" if self.prepared else "unprepared"
         problems = self.torn.problems if self.torn else self.problems
         digest = self.prepared.digest if self.prepared else ""
-        return Status(rank=self.view.rank, state=state, version=self.version, prepared=digest, problems=problems, last=self.last, caches=self.caches)
+        return Status(
+            rank=self.view.rank,
+            state=state,
+            version=self.version,
+            prepared=digest,
+            problems=problems,
+            last=self.last,
+            caches=self.caches,
+        )
 
     def abort(self) -> Status:
         """Give up what is prepared and let go of every mapping. The serving version and a torn state stay as they are."""
@@ -270,7 +288,8 @@ class Receiver:
             prepared = self._prepared()
             if self.torn:
                 raise self.torn
-            live = digests_of(prepared.in_place)
+            writer = prepared.in_place
+            live = sum_by_tensor(writer.plan, range(len(writer.plan)), writer.content)
             staged = dict(self.staged)
             total = {name: (live.get(name, 0) + staged.get(name, 0)) % MODULUS for name in [*live, *staged]}
             digests = {name: f"{total[name]:016x}" for name in prepared.manifest.tensors if name in total}
@@ -284,7 +303,9 @@ class Receiver:
     @contextlib.contextmanager
     def _alone(self, call: str) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise SessionError(f"{call} was called while another refit call runs on this rank", where=call, do="wait for it to return")
+            raise SessionError(
+                f"{call} was called while another refit call runs on this rank", where=call, do="wait for it to return"
+            )
         try:
             yield
         finally:
@@ -319,4 +340,3 @@ def whole_tensors(manifest: Manifest) -> Placements:
         for i, (name, t) in enumerate(manifest.tensors.items())
     ]
     return Placements.from_rows(buffers, rows, list(manifest.tensors))
-

@@ -64,25 +64,27 @@ class Targets(msgspec.Struct):
         found = []
         for name in self.params:
             tensor = live.get(name)
-            found.append(None if tensor is None else (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype))
+            found.append(
+                None if tensor is None else (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            )
         return tuple(found)
 
 
-def build_targets(view: WorkerView, manifest: Manifest) -> Targets:
-    """Record the routes of `manifest` and decide for every parameter how it is written.
+def build_targets(view: WorkerView, manifest: Manifest, rank: int) -> Targets:
+    """Record the routes of `manifest` and decide for every parameter how it is written. `rank` is this rank's number in the plan.
 
     Raises RouteError with every tensor that the engine's loaders refuse. Other problems are in the result.
     """
     entries = {name: (spec.shape, spec.dtype) for name, spec in manifest.tensors.items()}
-    routes = record_routes(view.model, entries, rank=view.rank, vllm_config=view.vllm_config)
+    routes = record_routes(view.model, entries, rank=rank, vllm_config=view.vllm_config)
     live = live_tensors(view.model)
     reasons = _unknown_parameters(view, routes, live)
     reload = _closure(routes, reasons)
-    placements = _in_checkpoint_shape(routes, reload, manifest, view.rank)
+    placements = _in_checkpoint_shape(routes, reload, manifest, rank)
     placed = {b.name for b in placements.buffers if b.layout == PLAIN}
     staged = [b.nbytes for b in placements.buffers if b.layout == CHECKPOINT]
     return Targets(
-        rank=view.rank,
+        rank=rank,
         placements=placements,
         params={name: live[name] for name in placed},
         reload=reload,
@@ -95,7 +97,10 @@ def build_targets(view: WorkerView, manifest: Manifest) -> Targets:
 
 def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers of the running model by full name, shared ones under every name."""
-    named: Iterable[tuple[str, torch.Tensor]] = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    named: Iterable[tuple[str, torch.Tensor]] = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
     return {name: tensor.detach() for name, tensor in named}
 
 

@@ -7,14 +7,13 @@ and hands them one by one to the engine's own reload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.wires.boxes import Reader, as_bytes, source_view, target_view
 
 PLAIN = "plain"
 """Layout of a live parameter that the kernels read row-major, as the model created it."""
@@ -23,45 +22,6 @@ CHECKPOINT = "checkpoint"
 
 
 Reload = Callable[[Iterator[tuple[str, torch.Tensor]], list[str]], None]
-
-
-class Reader(Protocol):
-    """A wire's receiving half, as a writer sees it."""
-
-    def memory(self, buffer: int) -> torch.Tensor:
-        """The bytes of source buffer `buffer`, uint8 [nbytes]."""
-        ...
-
-
-def box_view(memory: torch.Tensor, dtype: torch.dtype, offset: int, extent: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """A view of a box: `extent` elements of `dtype`, from `offset` bytes into `memory` (uint8 [n]) at byte `strides`.
-
-    Raises LayoutError where offset or strides are not whole elements.
-    """
-    item = dtype.itemsize
-    if offset % item or any(s % item for s in strides):
-        got = f"offset {offset}, strides {list(strides)}"
-        raise LayoutError("a box does not lie on whole elements", got=got, wanted=f"multiples of {item} bytes")
-    typed = memory.view(dtype)
-    return typed.as_strided(tuple(extent), [s // item for s in strides], typed.storage_offset() + offset // item)
-
-
-def source_view(plan: Plan, move: int, reader: Reader) -> torch.Tensor:
-    """The source box of `move`, in the source's dtype."""
-    buffer = int(plan.source[move])
-    dtype = getattr(torch, plan.sources[buffer].dtype)
-    return box_view(reader.memory(buffer), dtype, int(plan.source_offset[move]), plan.extent[move].tolist(), plan.source_strides[move].tolist())
-
-
-def target_view(plan: Plan, move: int, memory: torch.Tensor) -> torch.Tensor:
-    """The target box of `move` in `memory`, the whole target buffer as uint8 [nbytes]."""
-    dtype = getattr(torch, plan.targets[int(plan.target[move])].dtype)
-    return box_view(memory, dtype, int(plan.target_offset[move]), plan.extent[move].tolist(), plan.target_strides[move].tolist())
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8 [nbytes], sharing storage."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def moves_with_layout(plan: Plan, layout: str) -> Plan:

@@ -1,0 +1,344 @@
+"""The hook in the trainer: `prepare()` once, `refit(version)` after every step, on every rank.
+
+    sender = MegatronSender(model_chunks, bridge, engine)     # engine: a client on rank 0, None elsewhere
+    sender.prepare()
+    for step in ...:
+        train(...)
+        sender.refit(f"step-{step}")
+
+`prepare` describes this rank's shards, lets rank 0 offer those of all ranks to the engine, and builds the joint plan from the
+boxes that the engine's ranks answer with. Each engine rank planned for itself; its digest must equal that of its share of the joint
+plan. `refit` makes the bytes that the plan names readable, has the engine pull and commit, and returns a report.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+
+from megatron_sender.ranks import Ranks, answer_of
+from megatron_sender.source import SourceMap, source_map
+from vllm_refit_ext.client import LATE_S, EngineClient, raise_problems
+from vllm_refit_ext.core.errors import ConfigError, ManifestError, PlanError, Problem, SessionError
+from vllm_refit_ext.core.manifest import Manifest, Offer, TensorSpec, pack_offer
+from vllm_refit_ext.core.messages import DEADLINE_S, CachePolicy, PrepareReply, Segment, UpdateInfo, UpdateReport
+from vllm_refit_ext.core.placement import Placements, concatenate
+from vllm_refit_ext.core.plan import Plan, build_plan, check_consumed
+from vllm_refit_ext.core.plan_wire import PackedPlan, pack_plan, unpack_plan
+from vllm_refit_ext.core.table import Column, PackedPlacements, pack, pack_placements, unpack, unpack_placements
+from vllm_refit_ext.wires.boxes import MODULUS, as_bytes, source_view, sum_by_tensor
+from vllm_refit_ext.wires.shm import ShmPublisher, segment_offsets, shm_info
+
+LINK_BYTES = 64 << 20
+"""Size of the copy that measures what this machine's memory can do."""
+
+
+class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """wire: how bytes travel. unused: checkpoint names that no engine rank needs to read. caches: what a commit does with caches of
+    older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end.
+    """
+
+    wire: Literal["shm"] = "shm"
+    unused: tuple[str, ...] = ()
+    caches: CachePolicy = "reset"
+    deadline_s: float = DEADLINE_S
+
+
+class RefitReport(msgspec.Struct, frozen=True):
+    """One refit as every trainer rank sees it.
+
+    seconds: `publish` (this rank's copy into the wire), `update` (from the call to the engine's commit), `total`. nbytes: what
+    travelled to all engine ranks. link: share of the memory copy rate measured at prepare (read and write both counted).
+    engines: the reports of all engine ranks, by engine.
+    """
+
+    version: str
+    seconds: dict[str, float]
+    nbytes: int
+    gbytes_per_s: float
+    link: float
+    engines: list[list[UpdateReport]]
+
+
+class _Description(msgspec.Struct):
+    """What a rank tells rank 0 about itself."""
+
+    tensors: dict[str, TensorSpec]
+    aliases: dict[str, str]
+    placements: PackedPlacements
+    checkpoint_names: list[str] | None
+
+
+class _Share(msgspec.Struct):
+    """What rank 0 tells a rank about the plan."""
+
+    manifest: Manifest
+    plan: PackedPlan
+    offsets: Column
+    nbytes: int
+    total: int
+
+
+class _Verdict(msgspec.Struct):
+    seconds: float
+    engines: list[list[UpdateReport]]
+
+
+class MegatronSender:
+    """One trainer rank's sender. All methods are collective over the trainer's ranks; errors are raised on all of them."""
+
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module] | torch.nn.Module,
+        bridge: Any,
+        engine: EngineClient | Sequence[EngineClient] | None,
+        config: SenderConfig | None = None,
+    ) -> None:
+        """model_chunks: Megatron's model chunks of this rank. bridge: the `AutoBridge` that made them. engine: a client, or one for
+        each engine that is refitted together, on rank 0; None on the others.
+        """
+        self.config = config or SenderConfig()
+        if self.config.deadline_s <= 0:
+            raise ConfigError("the deadline must be positive", where="SenderConfig.deadline_s", got=self.config.deadline_s)
+        self._chunks, self._bridge = model_chunks, bridge
+        self._engines = [engine] if isinstance(engine, EngineClient) else list(engine or [])
+        self.ranks = Ranks(self.config.deadline_s + 2 * LATE_S)
+        self.source: SourceMap | None = None
+        self.plan: Plan | None = None
+        self.replies: list[list[PrepareReply]] = []
+        self._first_rank: list[int] = []
+        self._publisher: ShmPublisher | None = None
+        self._offsets = np.zeros(0, np.int64)
+        self._total = 0
+        self._link = 0.0
+
+    # -- prepare -------------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> Plan:
+        """Build the plan with the engine and open the wire. Returns the joint plan on rank 0, this rank's share elsewhere.
+
+        Raises ConfigError (a shard that can't be described), PlanError or ManifestError (names, shapes, coverage, ranks that
+        disagree), WireError (no room), all with every problem found.
+        """
+        self.close()
+        raw = self.ranks.exchange(answer_of(self._describe), self._plan_together)
+        share = msgspec.msgpack.decode(raw, type=_Share)
+        if self.ranks.rank != 0:
+            self.plan = unpack_plan(share.plan, share.manifest)
+        self._offsets, self._total = unpack(share.offsets), share.total
+        self.ranks.exchange(answer_of(lambda: self._open(share)), lambda _: [b""] * self.ranks.size)
+        assert self.plan is not None
+        return self.plan
+
+    def _describe(self) -> bytes:
+        self.source = source_map(self._chunks, self._bridge, rank=self.ranks.rank)
+        loose = [b.name for b, t in zip(self.source.placements.buffers, self.source.tensors, strict=True) if not t.is_contiguous()]
+        if loose:
+            raise ConfigError("tensors of the trainer are not contiguous", where="the source map", got=loose[:5])
+        tensors = {name: TensorSpec(shape, dtype) for name, (shape, dtype) in self.source.manifest.items()}
+        names = sorted(self.source.checkpoint_names) if self.source.checkpoint_names is not None else None
+        return msgspec.msgpack.encode(_Description(tensors, self.source.aliases, pack_placements(self.source.placements), names))
+
+    def _plan_together(self, raw: list[bytes]) -> list[bytes]:
+        """On rank 0: offer what all ranks hold, plan with what the engines answer, and cut the plan for the ranks."""
+        if not self._engines:
+            raise ConfigError("trainer rank 0 needs an engine client", where="MegatronSender", do="pass engine= on rank 0")
+        described = [msgspec.msgpack.decode(r, type=_Description) for r in raw]
+        manifest = _merge(described, self.config.unused)
+        sources = concatenate([unpack_placements(d.placements) for d in described])
+        sources = Placements.from_rows(sources.buffers, [], list(manifest.tensors)) if not len(sources) else sources
+        targets, read = [], set(self.config.unused)
+        self.replies, self._first_rank, first = [], [], 0
+        for engine in self._engines:
+            replies = engine.prepare(pack_offer(Offer(manifest, sources, first)))
+            raise_problems(replies)
+            tables = [unpack_placements(r.targets) for r in replies if r.targets is not None]
+            targets += tables
+            read |= {t.names[i] for t in tables for i in np.unique(t.tensor)}
+            self.replies.append(replies)
+            self._first_rank.append(first)
+            first += len(replies)
+        problems = check_consumed(manifest, read)
+        if problems:
+            raise PlanError.of(problems, f"{len(problems)} offered tensor(s) go nowhere")
+        self.plan = build_plan(manifest, sources, concatenate(targets))
+        self._check_digests()
+        return self._shares(self.plan)
+
+    def _check_digests(self) -> None:
+        assert self.plan is not None
+        problems = []
+        for replies, first in zip(self.replies, self._first_rank, strict=True):
+            for reply in replies:
+                mine = self.plan.digest(first + reply.rank)
+                if reply.digest != mine:
+                    where = f"engine rank {first + reply.rank}"
+                    problems.append(Problem("it holds another plan than the trainer", where, reply.digest[:16], mine[:16]))
+        if problems:
+            raise PlanError.of(problems, "the two sides disagree on the plan; install the same version of this project on both")
+
+    def _shares(self, plan: Plan) -> list[bytes]:
+        offsets, sizes = segment_offsets(plan.sources, plan.source)
+        self._info_offsets = offsets
+        total = int(plan.nbytes.sum())
+        rank_of = np.array([b.rank for b in plan.sources], np.int64)
+        shares = []
+        for rank in range(self.ranks.size):
+            mine = plan.for_source(rank)
+            share = _Share(plan.manifest, pack_plan(mine), pack(offsets[rank_of == rank]), sizes.get(rank, 0), total)
+            shares.append(msgspec.msgpack.encode(share))
+        return shares
+
+    def _open(self, share: _Share) -> bytes:
+        used = {i: int(at) for i, at in enumerate(self._offsets) if at >= 0}
+        self._publisher = ShmPublisher(self.ranks.rank, used, share.nbytes) if used else None
+        self._link = copy_rate()
+        return b""
+
+    # -- refit ---------------------------------------------------------------------------------------------------------------
+
+    def refit(self, version: str) -> RefitReport:
+        """Hand the current weights to the engine as `version`. Returns when every engine rank serves them.
+
+        Raises SessionError before `prepare`, WireError where the trainer's memory moved, and what the engine raised.
+        """
+        if self.plan is None or self.source is None:
+            raise SessionError("refit was called before prepare", where="MegatronSender.refit", do="call prepare() on every rank")
+        start = time.perf_counter()
+        seconds: dict[str, float] = {}
+
+        def publish() -> bytes:
+            source = self._live_source()
+            begin = time.perf_counter()
+            segment = self._publisher.publish(dict(enumerate(source.tensors))) if self._publisher else None
+            seconds["publish"] = time.perf_counter() - begin
+            return msgspec.msgpack.encode(segment)
+
+        raw = self.ranks.exchange(answer_of(publish), lambda segments: self._update_engines(version, segments))
+        verdict = msgspec.msgpack.decode(raw, type=_Verdict)
+        seconds |= {"update": verdict.seconds, "total": time.perf_counter() - start}
+        rate = self._total / seconds["total"] / 1e9
+        return RefitReport(version, seconds, self._total, rate, 2 * rate / self._link, verdict.engines)
+
+    def _live_source(self) -> SourceMap:
+        assert self.source is not None
+        self.source.settle()
+        self.source.refresh()
+        return self.source
+
+    def _update_engines(self, version: str, raw: list[bytes]) -> list[bytes]:
+        assert self.plan is not None
+        segments = [s for r in raw if (s := msgspec.msgpack.decode(r, type=Segment | None)) is not None]
+        begin = time.perf_counter()
+        session = secrets.token_hex(8)
+        engines = []
+        for engine, replies in zip(self._engines, self.replies, strict=True):
+            info = UpdateInfo(
+                wire=self.config.wire,
+                version=version,
+                session=session,
+                digests={str(r.rank): r.digest for r in replies},
+                deadline_s=self.config.deadline_s,
+                caches=self.config.caches,
+                shm=shm_info(segments, self._info_offsets),
+            )
+            engines.append(engine.update(info))
+        verdict = msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines))
+        return [verdict] * self.ranks.size
+
+    # -- verify and close ----------------------------------------------------------------------------------------------------
+
+    def verify(self) -> int:
+        """Compare digests of every tensor on every engine rank with what this trainer holds now. Returns tensors compared.
+
+        Raises VerifyError naming, for each engine rank, the first tensor that differs.
+        """
+        if self.plan is None or self.source is None:
+            raise SessionError("verify was called before prepare", where="MegatronSender.verify", do="call prepare() and refit()")
+        return int(self.ranks.exchange(answer_of(self._digests), self._verify_engines))
+
+    def _digests(self) -> bytes:
+        source = self._live_source()
+        assert self.plan is not None
+        share = self.plan.for_source(self.ranks.rank)
+        place = {(b.rank, b.name): i for i, b in enumerate(source.placements.buffers)}
+        memory = _Memory({i: as_bytes(source.tensors[place[b.rank, b.name]]) for i, b in enumerate(share.sources) if (b.rank, b.name) in place})
+
+        def content(move: int) -> torch.Tensor:
+            dtype = getattr(torch, share.targets[int(share.target[move])].dtype)
+            return source_view(share, move, memory).to(dtype)
+
+        by_rank = {int(r): sum_by_tensor(share, np.flatnonzero(share.target_rank == r).tolist(), content) for r in np.unique(share.target_rank)}
+        return msgspec.msgpack.encode(by_rank)
+
+    def _verify_engines(self, raw: list[bytes]) -> list[bytes]:
+        total: dict[int, dict[str, int]] = {}
+        for part in (msgspec.msgpack.decode(r, type=dict[int, dict[str, int]]) for r in raw):
+            for rank, digests in part.items():
+                mine = total.setdefault(rank, {})
+                for name, value in digests.items():
+                    mine[name] = (mine.get(name, 0) + value) % MODULUS
+        count = 0
+        for engine, replies, first in zip(self._engines, self.replies, self._first_rank, strict=True):
+            want = {str(r.rank): {n: f"{v:016x}" for n, v in total.get(first + r.rank, {}).items()} for r in replies}
+            engine.verify(want)
+            count += sum(len(w) for w in want.values())
+        return [str(count).encode()] * self.ranks.size
+
+    def close(self) -> None:
+        """Remove this rank's shared memory. `prepare` may be called again."""
+        if self._publisher is not None:
+            self._publisher.close()
+        self._publisher, self.plan, self.source = None, None, None
+
+
+class _Memory:
+    """The trainer's own tensors as a reader."""
+
+    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        return self._tensors[buffer]
+
+
+def copy_rate() -> float:
+    """GB/s, read plus written, of a copy of 64 MiB in this machine's memory: the ceiling of the `shm` wire."""
+    a, b = torch.ones(LINK_BYTES, dtype=torch.uint8), torch.empty(LINK_BYTES, dtype=torch.uint8)
+    best = float("inf")
+    for _ in range(4):
+        begin = time.perf_counter()
+        b.copy_(a)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * LINK_BYTES / best / 1e9
+
+
+def _merge(described: list[_Description], unused: tuple[str, ...]) -> Manifest:
+    """One manifest of all ranks. Raises ManifestError where ranks disagree, or nobody offers a name of the checkpoint."""
+    tensors: dict[str, TensorSpec] = {}
+    aliases: dict[str, str] = {}
+    problems = []
+    for rank, d in enumerate(described):
+        aliases |= d.aliases
+        for name, spec in d.tensors.items():
+            known = tensors.setdefault(name, spec)
+            if known != spec:
+                what = "trainer ranks disagree on it"
+                got, wanted = f"{spec.dtype} {list(spec.shape)} on rank {rank}", f"{known.dtype} {list(known.shape)}"
+                problems.append(Problem(what, f"tensor {name!r}", got, wanted))
+    names = next((d.checkpoint_names for d in described if d.checkpoint_names is not None), None)
+    offered = {*tensors, *aliases, *unused}
+    problems += [
+        Problem("it is in the checkpoint, and no trainer rank offers it", f"tensor {name!r}", do="map it in the bridge, or declare it unused")
+        for name in names or []
+        if name not in offered
+    ]
+    if problems:
+        raise ManifestError.of(problems, f"the trainer's ranks do not add up to a checkpoint: {len(problems)} problem(s)")
+    return Manifest(tensors, {a: n for a, n in aliases.items() if a not in tensors and n in tensors})

@@ -1,0 +1,73 @@
+"""Boxes of memory as tensors, and their digests: what every wire's two halves and every writer share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from vllm_refit_ext.core.errors import LayoutError
+from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.kernels.digest import digest_torch
+
+MODULUS = 1 << 64
+
+
+class Reader(Protocol):
+    """A wire's receiving half, as a writer sees it."""
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        """The bytes of source buffer `buffer`, uint8 [nbytes]."""
+        ...
+
+
+def box_view(memory: torch.Tensor, dtype: torch.dtype, offset: int, extent: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """A view of a box: `extent` elements of `dtype`, from `offset` bytes into `memory` (uint8 [n]) at byte `strides`.
+
+    Raises LayoutError where offset or strides are not whole elements.
+    """
+    item = dtype.itemsize
+    if offset % item or any(s % item for s in strides):
+        got = f"offset {offset}, strides {list(strides)}"
+        raise LayoutError("a box does not lie on whole elements", got=got, wanted=f"multiples of {item} bytes")
+    typed = memory.view(dtype)
+    return typed.as_strided(tuple(extent), [s // item for s in strides], typed.storage_offset() + offset // item)
+
+
+def source_view(plan: Plan, move: int, reader: Reader) -> torch.Tensor:
+    """The source box of `move`, in the source's dtype."""
+    buffer = int(plan.source[move])
+    dtype = getattr(torch, plan.sources[buffer].dtype)
+    return box_view(reader.memory(buffer), dtype, int(plan.source_offset[move]), plan.extent[move].tolist(), plan.source_strides[move].tolist())
+
+
+def target_view(plan: Plan, move: int, memory: torch.Tensor) -> torch.Tensor:
+    """The target box of `move` in `memory`, the whole target buffer as uint8 [nbytes]."""
+    dtype = getattr(torch, plan.targets[int(plan.target[move])].dtype)
+    return box_view(memory, dtype, int(plan.target_offset[move]), plan.extent[move].tolist(), plan.target_strides[move].tolist())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8 [nbytes], sharing storage."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def move_digest(plan: Plan, move: int, box: torch.Tensor) -> int:
+    """Digest of a move's content. box: [extent of the move], in the target's dtype.
+
+    The digest of a tensor on an engine rank is the sum over that rank's moves (`core.digest` is additive over disjoint boxes), so a
+    sender computes its part from its own shards, and the parts of all trainer ranks add up.
+    """
+    shape = plan.manifest.tensors[plan.names[int(plan.tensor[move])]].shape
+    n = len(shape)
+    return digest_torch(box[(..., *(0,) * (box.ndim - n))] if box.ndim > n else box, shape=shape, start=plan.lo[move, :n].tolist())
+
+
+def sum_by_tensor(plan: Plan, moves: Iterable[int], content: Callable[[int], torch.Tensor]) -> dict[str, int]:
+    """Digests by tensor name over `moves`; `content(move)` gives each box in the target's dtype."""
+    total: dict[str, int] = {}
+    for move in moves:
+        name = plan.names[int(plan.tensor[move])]
+        total[name] = (total.get(name, 0) + move_digest(plan, move, content(move))) % MODULUS
+    return total
