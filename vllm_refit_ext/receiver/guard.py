@@ -33,7 +33,12 @@ def mark_torn(worker: Any, reason: str) -> None:
     def refuse(scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         # without tokens a batch only tells the worker which requests ended; that must still get through
         if scheduler_output.total_num_scheduled_tokens:
-            raise TornError("this worker's weights mix two versions and it was asked to generate", where=f"rank {worker.rank}", got=reason, do=DO)
+            raise TornError(
+                "this worker's weights mix two versions and it was asked to generate",
+                where=f"rank {worker.rank}",
+                got=reason,
+                do=DO,
+            )
         return execute(worker, scheduler_output, *rest, **named)
 
     worker.execute_model = refuse
@@ -50,6 +55,7 @@ def note_commit(worker: Any) -> None:
     worker._refit_commits = getattr(worker, "_refit_commits", 0) + 1
 
 
-def report(worker: Any) -> dict[str, Any]:
+def report(worker: Any, nonce: str = "") -> dict[str, Any]:
     """The worker's mark as plain values. Sent to every worker by the engine process, so it takes vLLM's wrapper too."""
-    return {"torn": getattr(worker, "_refit_torn", ""), "commits": getattr(worker, "_refit_commits", 0)}
+    mark = {"torn": getattr(worker, "_refit_torn", ""), "commits": getattr(worker, "_refit_commits", 0)}
+    return mark | {"nonce": nonce} if nonce else mark

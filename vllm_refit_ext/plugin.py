@@ -1,0 +1,92 @@
+"""The `vllm.general_plugins` entry point: registers the backend `refit` and installs the engine's and the front's half of the guard.
+
+vLLM runs it in every process it starts: fronts, engine processes, workers, and the short-lived one that inspects models. So it imports nothing heavy: each
+half is installed when vLLM itself imports the module that it belongs to, or at once where that has happened.
+
+`VLLM_PLUGINS`, if set, must name `refit`; otherwise none of this runs, and what is left is the workers' backstop (`receiver.guard`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def _register_backend(module: Any) -> None:
+    factory = module.WeightTransferEngineFactory
+    if "refit" not in factory._registry:
+        factory.register_engine("refit", "vllm_refit_ext.receiver.engine", "RefitEngine")
+
+
+def _guard_engine(module: Any) -> None:
+    from vllm_refit_ext.receiver import core_hook
+
+    core_hook.wrap(module)
+
+
+def _guard_front(module: Any) -> None:
+    from vllm_refit_ext.receiver import front
+
+    front.wrap(module)
+
+
+HOOKS: dict[str, Callable[[Any], None]] = {
+    "vllm.distributed.weight_transfer.factory": _register_backend,
+    "vllm.v1.engine.core": _guard_engine,
+    "vllm.v1.engine.output_processor": _guard_front,
+}
+
+
+class _Later(importlib.abc.MetaPathFinder):
+    """Runs a hook right after vLLM imports the module it is for."""
+
+    def __init__(self, hooks: dict[str, Callable[[Any], None]]) -> None:
+        self.hooks = hooks
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module's own spec, with a loader that runs the hook afterwards; None for every other module."""
+        hook = self.hooks.pop(fullname, None)
+        if hook is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _run(hook, module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _run(hook: Callable[[Any], None], module: Any) -> None:
+    """Run a hook; a vLLM that it does not fit still starts, and the log says what is missing."""
+    try:
+        hook(module)
+    except Exception:
+        logger.exception("vllm_refit_ext does not fit this vLLM (%s); torn engines are stopped by their workers instead", module.__name__)
+
+
+def register() -> None:
+    """Called by vLLM once or more per process. Idempotent."""
+    later = {}
+    for name, hook in HOOKS.items():
+        if name in sys.modules:
+            _run(hook, sys.modules[name])
+        else:
+            later[name] = hook
+    if later and not any(isinstance(finder, _Later) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Later(later))
