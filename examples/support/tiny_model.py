@@ -149,8 +149,8 @@ def quiet() -> Iterator[None]:
 
 def import_megatron() -> None:
     """Import everything that `build_megatron` needs (6 to 20 s), with this machine's allowances in place."""
-    megatron_cpu.install()
     with quiet():
+        megatron_cpu.install()
         import megatron.bridge
         import megatron.core.distributed
         import megatron.core.optimizer
