@@ -1,0 +1,333 @@
+"""Colocated synchronous reinforcement learning: a real Megatron trainer and a real vLLM engine on one machine.
+
+    python examples/colocated_sync_rl.py            # on a CPU, about two minutes
+
+A tiny Qwen3-MoE with random weights learns to write lower-case letters. Each step: the engine samples, every sampled answer is
+rewarded with the share of its tokens that are lower-case letters, Megatron-core takes one GRPO step on two ranks with the
+experts cut over them, and the new weights are handed to the running engine. The engine's log-probabilities of what it sampled are
+compared with the trainer's: a KL above rounding says that the engine does not hold the trainer's weights.
+
+Writes a plot and a JSON record. Exits with 1 when the reward did not rise or the KL is too large.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import cyclopts
+import torch
+import torch.distributed as dist
+from cyclopts import Parameter
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script, from any folder
+
+from examples.support.launch import run_ranks
+from examples.support.tiny_model import build_megatron, save_model
+
+PROMPTS = ["the ", "a re", "new ", "old ", "rank", "copy", "plan", "wire"]
+"""All of four tokens (the tokenizer knows bytes), so that a batch needs no padding."""
+MAX_KL = 1e-4
+"""Trainer and engine run different kernels; with equal weights in float32 the mean KL stays below 1e-9, with weights one step old it
+is above 1e-3."""
+MIN_RISE = 0.15
+"""The least rise of the mean reward from the first to the last quarter of the steps."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the run.
+
+    Parameters
+    ----------
+    steps: training steps.
+    samples: answers sampled for each of the 8 prompts.
+    tokens: tokens of an answer.
+    learning_rate: of Adam.
+    seed: of weights and sampling.
+    out: folder for the plot, the record and the model.
+    drill: `stale` stops handing over weights after a third of the steps, to show that the KL finds it.
+    """
+
+    steps: int = 24
+    samples: int = 16
+    tokens: int = 12
+    learning_rate: float = 2e-3
+    seed: int = 1
+    out: Path = Path("out/colocated")
+    drill: Literal["none", "stale"] = "none"
+
+
+@dataclass
+class Step:
+    """One row of the table. `bytes`: what travelled. `refit_s`: from the call until every engine rank served the version."""
+
+    step: int
+    reward: float
+    kl: float
+    refit_s: float
+    bytes: int
+    version: str
+    sample_s: float
+    train_s: float
+
+
+class Engine:
+    """The vLLM engine, held by trainer rank 0; its worker is a process of its own."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        from vllm import LLM, SamplingParams
+
+        self.llm = LLM(
+            model=str(folder),
+            worker_extension_cls="vllm_refit_ext.RefitWorkerExtension",
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=len(PROMPTS) * settings.samples,
+            kv_cache_memory_bytes=64 << 20,
+            seed=settings.seed,
+        )
+        self.prompts = [self.llm.get_tokenizer().encode(p, add_special_tokens=False) for p in PROMPTS]
+        self.sampling = SamplingParams(
+            n=settings.samples, temperature=1.0, max_tokens=settings.tokens, ignore_eos=True, logprobs=0
+        )
+
+    def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [answers, prompt + answer] and the engine's log-probabilities [answers, answer] of the answers' tokens."""
+        prompts = [{"prompt_token_ids": p} for p in self.prompts]
+        tokens, logprobs = [], []
+        for request in self.llm.generate(prompts, self.sampling, use_tqdm=False):
+            for answer in request.outputs:
+                tokens.append([*request.prompt_token_ids, *answer.token_ids])
+                logprobs.append([entry[t].logprob for entry, t in zip(answer.logprobs, answer.token_ids, strict=True)])
+        return torch.tensor(tokens), torch.tensor(logprobs)
+
+
+class Trainer:
+    """Megatron-core with expert parallelism 2, its distributed data parallel wrapper and its optimizer."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.bridge, self.chunks = build_megatron(folder, ep=2, ddp=True, seed=settings.seed)
+        config = OptimizerConfig(
+            optimizer="adam", lr=settings.learning_rate, weight_decay=0.0, clip_grad=1.0, params_dtype=torch.float32
+        )
+        self.optimizer = get_megatron_optimizer(config, self.chunks)
+
+    def step(self, tokens: torch.Tensor, prompt: int, advantage: torch.Tensor) -> torch.Tensor:
+        """One GRPO step on this rank's share. tokens [n, length], advantage [n]. Returns the log-probabilities before it [n, answer]."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        n, length = tokens.shape
+        positions = torch.arange(length - 1)[None].expand(n, -1)
+        mask = torch.triu(torch.ones(length - 1, length - 1, dtype=torch.bool), 1)[None, None]
+        kept: list[torch.Tensor] = []
+
+        def forward(batches: Any, model: Any) -> Any:
+            logits = model(next(batches)[:, :-1], positions, mask)
+
+            def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                # On policy, so the ratio of GRPO is one; its gradient is that of the log-probability.
+                picked = output.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[:, prompt - 1 :, 0]
+                kept.append(picked.detach())
+                value = -(advantage[:, None] * (picked - picked.detach()).exp()).mean()
+                return value, {"loss": value.detach()}
+
+            return logits, loss
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter([tokens]),
+            model=self.chunks,
+            num_microbatches=1,
+            seq_length=length - 1,
+            micro_batch_size=n,
+            forward_only=False,
+        )
+        for chunk in self.chunks:
+            chunk.finish_grad_sync()
+        self.optimizer.step()
+        return kept[0]
+
+
+def rewards(tokens: torch.Tensor, prompt: int, letters: torch.Tensor) -> torch.Tensor:
+    """Share of lower-case letters in each answer, [answers]."""
+    return torch.isin(tokens[:, prompt:], letters).float().mean(dim=1)
+
+
+def advantages(reward: torch.Tensor, samples: int) -> torch.Tensor:
+    """GRPO: rewards standardised within the answers to one prompt, [answers]."""
+    grouped = reward.view(-1, samples)
+    return ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).reshape(-1)
+
+
+def mean_kl(engine: torch.Tensor, trainer: torch.Tensor) -> float:
+    """KL(engine || trainer), estimated on the engine's samples by r - 1 - log r with r the ratio of probabilities; never negative."""
+    log_ratio = (trainer - engine).double()
+    return float((log_ratio.exp() - 1 - log_ratio).mean())
+
+
+def run_rank(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each trainer rank does. `values` are those of `Settings`, since ranks share plain data only. Returns the steps."""
+    from megatron_sender import MegatronSender
+    from vllm_refit_ext.client import LLMClient
+
+    settings, rank = Settings(**values), dist.get_rank()
+    console = Console(stderr=False, force_terminal=False, width=110)
+    trainer = Trainer(folder, settings)
+    engine = Engine(folder, settings) if rank == 0 else None
+    sender = MegatronSender(trainer.chunks, trainer.bridge, LLMClient(engine.llm) if engine else None)
+    plan = sender.prepare()
+    if rank == 0:
+        console.print(
+            f"plan: {len(plan)} moves, "
+            + ", ".join(f"trainer {e.source} -> engine {e.target}: {e.nbytes} B" for e in plan.edges())
+        )
+        console.print(
+            f"{'step':>4} {'reward':>7} {'KL':>9} {'refit s':>8} {'bytes':>9} {'version':>8} {'sample s':>9} {'train s':>8}"
+        )
+    prompt, answers = 4, len(PROMPTS) * settings.samples
+    letters = torch.tensor(json.loads((folder / "letters.json").read_text()))
+    report = sender.refit("step-0")
+    steps: list[Step] = []
+    for step in range(settings.steps):
+        begin = time.perf_counter()
+        tokens = torch.empty(answers, prompt + settings.tokens, dtype=torch.int64)
+        logprobs = torch.empty(answers, settings.tokens)
+        if engine:
+            tokens, logprobs = engine.sample()
+        dist.broadcast(tokens, 0)
+        dist.broadcast(logprobs, 0)
+        sampled = time.perf_counter()
+        reward = rewards(tokens, prompt, letters)
+        mine = torch.arange(rank, answers, dist.get_world_size())
+        own = trainer.step(tokens[mine], prompt, advantages(reward, settings.samples)[mine])
+        kl = torch.tensor([mean_kl(logprobs[mine], own)], dtype=torch.float64)
+        dist.all_reduce(kl)
+        trained = time.perf_counter()
+        served = report
+        if settings.drill != "stale" or step < settings.steps // 3:
+            report = sender.refit(f"step-{step + 1}")
+        row = Step(
+            step,
+            float(reward.mean()),
+            float(kl) / dist.get_world_size(),
+            served.seconds["total"],
+            served.nbytes,
+            served.version,
+            sampled - begin,
+            trained - sampled,
+        )
+        steps.append(row)
+        if rank == 0:
+            console.print(
+                f"{row.step:4d} {row.reward:7.3f} {row.kl:9.1e} {row.refit_s:8.3f} {row.bytes:9d} {row.version:>8} "
+                f"{row.sample_s:9.2f} {row.train_s:8.2f}"
+            )
+    if settings.drill == "none":
+        compared = sender.verify()
+        if rank == 0:
+            console.print(f"verify: {compared} tensor digests of the engine equal the trainer's")
+    sender.close()
+    return [asdict(step) for step in steps]
+
+
+def verdict(steps: list[Step]) -> list[str]:
+    """What is wrong with the run; empty when it learned and the engine always held the trainer's weights."""
+    quarter = max(1, len(steps) // 4)
+    first = sum(s.reward for s in steps[:quarter]) / quarter
+    last = sum(s.reward for s in steps[-quarter:]) / quarter
+    worst = max(steps, key=lambda s: s.kl)
+    problems = []
+    if last - first < MIN_RISE:
+        problems.append(f"the reward did not rise: {first:.3f} in the first quarter, {last:.3f} in the last (wanted +{MIN_RISE})")
+    if not worst.kl <= MAX_KL:
+        problems.append(
+            f"the engine does not hold the trainer's weights: KL {worst.kl:.1e} at step {worst.step} (at most {MAX_KL:.0e})"
+        )
+    return problems
+
+
+def plot(steps: list[Step], path: Path) -> None:
+    """Reward, KL and refit time by step, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 1, figsize=(7, 7), sharex=True)
+    x = [s.step for s in steps]
+    axes[0].plot(x, [s.reward for s in steps], marker="o", markersize=3)
+    axes[0].set_ylabel("mean reward")
+    axes[1].semilogy(x, [max(s.kl, 1e-16) for s in steps], marker="o", markersize=3)
+    axes[1].axhline(MAX_KL, color="red", linestyle="--", linewidth=1, label="limit")
+    axes[1].set_ylabel("KL(engine || trainer)")
+    axes[1].legend()
+    axes[2].plot(x, [1e3 * s.refit_s for s in steps], marker="o", markersize=3)
+    axes[2].set_ylabel("refit, ms")
+    axes[2].set_xlabel("step")
+    figure.suptitle("Colocated synchronous RL: Megatron EP2 to vLLM TP1, on a CPU")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def make_model(settings: Settings) -> Path:
+    """The tiny checkpoint, with the token ids of the lower-case letters beside it."""
+    from transformers import AutoTokenizer
+
+    folder = save_model("qwen3_moe", settings.out.resolve() / "model", seed=settings.seed)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    letters = [tokenizer.encode(chr(c), add_special_tokens=False)[0] for c in range(ord("a"), ord("z") + 1)]
+    (folder / "letters.json").write_text(json.dumps(letters))
+    return folder
+
+
+def main(settings: Settings | None = None) -> int:
+    """Run, record, judge."""
+    settings = settings or Settings()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    settings.out.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    folder = make_model(settings)
+    steps = [Step(**step) for step in run_ranks(run_rank, 2, folder, asdict(settings), timeout=1200)[0]]
+    problems = verdict(steps)
+    seconds = time.perf_counter() - begin
+    record = {
+        "settings": {**asdict(settings), "out": str(settings.out)},
+        "seconds": seconds,
+        "problems": problems,
+        "steps": [asdict(s) for s in steps],
+    }
+    (settings.out / "record.json").write_text(json.dumps(record, indent=1))
+    plot(steps, settings.out / "plot.png")
+    console = Console(width=110)
+    console.print(f"{seconds:.0f} s in all; plot and record in {settings.out}")
+    for problem in problems:
+        console.print(f"FAILED: {problem}")
+    return 1 if problems else 0
+
+
+app = cyclopts.App(help=(__doc__ or "").partition("\n")[0])
+
+
+@app.default
+def cli(settings: Annotated[Settings | None, Parameter()] = None) -> None:
+    """Train the tiny model and judge the run."""
+    sys.exit(main(settings))
+
+
+if __name__ == "__main__":
+    app()
