@@ -1,0 +1,39 @@
+# Two commands from a fresh clone with python3, pip and make: `make demo` and `make test`. Each sets up .venv by itself.
+.PHONY: .setup demo test test-unit test-engine test-gpu lint bench-planning pins clean
+
+RUN = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 .venv/bin/python
+
+demo: .setup           ## the main job: train, sample and refit on this machine's CPU
+	$(RUN) examples/colocated_sync_rl.py
+
+test: .setup lint      ## lint, types and every test that this machine can run
+	$(RUN) -m pytest
+
+test-unit: .setup      ## pure tests, in seconds
+	$(RUN) -m pytest tests/unit
+
+test-engine: .setup    ## real vLLM engines and real Megatron, on a CPU
+	$(RUN) -m pytest tests/engine
+
+test-gpu: .setup       ## on a machine with an NVIDIA GPU
+	$(RUN) -m pytest tests/gpu
+
+lint: .setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/codespell
+
+bench-planning: .setup ## routes and plans at full published size
+	$(RUN) benchmarks/planning.py
+
+pins: .setup           ## compile requirements/*.txt anew from pyproject.toml
+	.venv/bin/uv pip compile pyproject.toml --extra cpu --extra dev --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements/cpu.txt
+	.venv/bin/uv pip compile pyproject.toml --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements/base.txt
+	grep '^uv==' requirements/cpu.txt | sed 's/ .*//' | .venv/bin/uv pip compile - --generate-hashes --no-header --no-emit-index-url -o requirements/uv.txt
+
+.setup:
+	@tools/setup.sh
+
+clean:
+	rm -rf .venv out
