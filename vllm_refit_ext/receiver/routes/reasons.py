@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale")
 LOADED_BUFFERS = ("bias",)
 """Endings of buffers that checkpoints hold (router biases). Other buffers are constants of the model's construction."""
 
-MAX_LISTED = 5
+MAX_LISTED = 3
 """Names listed for each reason in `describe`."""
 
 
@@ -95,9 +94,12 @@ def describe(routes: Routes) -> str:
         if not entries:
             continue
         lines.append(f"{title}: {len(entries)}")
-        for reason, count in Counter(map(str, entries.values())).most_common(MAX_LISTED):
-            named = [name for name, why in entries.items() if str(why) == reason][:MAX_LISTED]
-            lines.append(f"  {reason}: {', '.join(named)}" + (f" and {count - len(named)} more" if count > len(named) else ""))
+        kinds: dict[str, list[str]] = {}
+        for name, reason in entries.items():
+            kinds.setdefault(re.sub(r"\d+", "*", str(reason)), []).append(name)
+        for kind, named in sorted(kinds.items(), key=lambda item: -len(item[1])):
+            more = f" and {len(named) - MAX_LISTED} more" if len(named) > MAX_LISTED else ""
+            lines.append(f"  {kind}: {', '.join(named[:MAX_LISTED])}{more}")
     if routes.aliases:
         lines.append("shared parameters: " + ", ".join(f"{other} is {name}" for other, name in routes.aliases.items()))
     return "\n".join(lines)

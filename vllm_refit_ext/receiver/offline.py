@@ -1,0 +1,173 @@
+"""Engine routes without an engine: any rank's model built on the meta device, in one process, with no GPU and no weights.
+
+vLLM sizes a model's parameters by the parallel groups of the process that builds it. Here a process stands in for any one
+worker: `as_worker` gives vLLM groups that know their ranks and can't communicate, for as long as a model is built and its
+loader recorded. This serves planning and tests; a live worker records on its own model.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from vllm_refit_ext.core.errors import ConfigError
+from vllm_refit_ext.receiver.routes import Routes, record_routes
+
+
+def engine_routes(
+    hf_config: Any,
+    manifest_entries: Mapping[str, tuple[Sequence[int], str]],
+    *,
+    tp: int = 1,
+    ep: bool = False,
+    pp: int = 1,
+    rank: int = 0,
+    dtype: str = "bfloat16",
+) -> Routes:
+    """The routes of one worker of an engine that does not exist yet.
+
+    `hf_config` is a transformers config, a dict, or the path of a folder with a `config.json`; it must name its
+    `architectures`. `manifest_entries` maps HF name -> (shape, dtype name). The engine has `pp * tp` ranks, expert
+    parallelism over the `tp` ranks of a stage when `ep`, and holds its weights in `dtype`. Raises ConfigError for a rank
+    outside the engine, RouteError as `record_routes` does.
+    """
+    with engine_config(hf_config, tp=tp, ep=ep, pp=pp, dtype=dtype) as config, as_worker(config, rank):
+        return record_routes(build_on_meta(config), manifest_entries, rank=rank, vllm_config=config)
+
+
+@contextmanager
+def engine_config(hf_config: Any, *, tp: int = 1, ep: bool = False, pp: int = 1, dtype: str = "bfloat16") -> Iterator[Any]:
+    """A VllmConfig for `hf_config` (see `engine_routes`): no tokenizer, no download, no process groups.
+
+    vLLM reads the config from a folder, also while it builds a model, so the folder lasts as long as the context. One
+    VllmConfig builds one model.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(hf_config, str | Path):
+            folder = str(hf_config)
+        elif isinstance(hf_config, Mapping):
+            Path(folder, "config.json").write_text(json.dumps(dict(hf_config)))
+        else:
+            hf_config.save_pretrained(folder)
+        yield _vllm_config(folder, tp, ep, pp, dtype)
+
+
+def _vllm_config(folder: str, tp: int, ep: bool, pp: int, dtype: str) -> Any:
+    from vllm.config import CacheConfig, CompilationConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in json.loads(Path(folder, "config.json").read_text()).get("architectures") or ():
+        # vLLM would start a process to look at a class that is not imported yet; it is needed here anyway.
+        entry = ModelRegistry.models.get(architecture)
+        if entry is not None and not hasattr(entry, "model_cls"):
+            ModelRegistry.register_model(architecture, entry.load_model_cls())
+    parallel = ParallelConfig(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        enable_expert_parallel=ep,
+        distributed_executor_backend="external_launcher" if tp * pp > 1 else None,
+        disable_custom_all_reduce=True,
+    )
+    return VllmConfig(
+        model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, max_model_len=128),
+        parallel_config=parallel,
+        cache_config=CacheConfig(),
+        load_config=LoadConfig(load_format="dummy"),
+        compilation_config=CompilationConfig(mode=0),
+    )
+
+
+@contextmanager
+def as_worker(vllm_config: Any, rank: int) -> Iterator[None]:
+    """Within the context, vLLM takes this process for worker `rank` of the engine that `vllm_config` describes.
+
+    The groups answer for sizes and ranks; a collective on one fails. Groups that existed before are put back.
+    """
+    from vllm.distributed import parallel_state
+
+    parallel = vllm_config.parallel_config
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if not 0 <= rank < tp * pp:
+        raise ConfigError("no such rank in this engine", got=rank, wanted=f"0..{tp * pp - 1} (tp {tp} x pp {pp})")
+    stage, place = divmod(rank, tp)
+    row = [stage * tp + i for i in range(tp)]
+    members = {"_WORLD": list(range(tp * pp)), "_TP": row, "_EP": row, "_EPLB": row, "_ETP": [rank]}
+    members["_PP"] = [i * tp + place for i in range(pp)]
+    names = [n for n in ("_DP", "_DCP", "_PCP", "_INNER_DP_WORLD") if hasattr(parallel_state, n)]
+    members |= {name: [rank] for name in names}
+    saved = {name: getattr(parallel_state, name) for name in members if hasattr(parallel_state, name)}
+    try:
+        for name in saved:
+            setattr(parallel_state, name, _silent_group(parallel_state.GroupCoordinator, name, members[name], rank))
+        yield
+    finally:
+        for name, group in saved.items():
+            setattr(parallel_state, name, group)
+
+
+def _silent_group(kind: type[Any], name: str, ranks: list[int], rank: int) -> Any:
+    """A GroupCoordinator that knows its place and holds no process group."""
+    group = kind.__new__(kind)
+    group.unique_name = f"offline:{name.strip('_').lower()}"
+    group.rank, group.local_rank, group.device_index = rank, 0, 0
+    group.ranks, group.world_size, group.rank_in_group = ranks, len(ranks), ranks.index(rank)
+    group.group_ranks = [ranks]
+    group.cpu_group = group.device_group = _Members(len(ranks), ranks.index(rank))
+    group.device_communicator = group.mq_broadcaster = None
+    group.use_device_communicator = group.use_custom_op_call = group.use_cpu_custom_send_recv = False
+    group.device = torch.device("cpu")
+    return group
+
+
+class _Members:
+    """Stands for a process group: models ask it for its size and rank when they are built."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def build_on_meta(vllm_config: Any) -> nn.Module:
+    """vLLM's model of `vllm_config` with every tensor on the meta device, except the small integer tables loaders read."""
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    previous = torch.get_default_dtype()
+    # vLLM shares rotary tables between all models of a process; an engine built later must not find tables on meta.
+    shared, tables = dict(rotary_embedding._ROPE_DICT), rotary_embedding._ROPE_DICT
+    tables.clear()
+    torch.set_default_dtype(vllm_config.model_config.dtype)
+    try:
+        with torch.device("meta"), _TablesOnHost():
+            model: nn.Module = initialize_model(vllm_config)
+    finally:
+        torch.set_default_dtype(previous)
+        tables.clear()
+        tables.update(shared)
+    return model
+
+
+class _TablesOnHost(TorchFunctionMode):
+    """Under the meta device, keeps small integer tensors real: expert maps are read by loaders, value by value."""
+
+    FACTORIES = frozenset({torch.full, torch.zeros, torch.ones, torch.empty, torch.arange, torch.tensor})
+    INTEGERS = frozenset({torch.int32, torch.int64})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self.FACTORIES and kwargs.get("dtype") in self.INTEGERS and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
