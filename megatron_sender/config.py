@@ -62,7 +62,9 @@ class Parallelism(Part, frozen=True, kw_only=True):
     pp: Annotated[Count, Meta(description="Pipeline parallel size.")] = 1
     vpp: Annotated[Count | None, Meta(description="Model chunks a pipeline rank holds (virtual pipeline).")] = None
     ep: Annotated[Count, Meta(description="Expert parallel size.")] = 1
-    etp: Annotated[Count, Meta(description="Tensor parallel size of routed experts (unset, Megatron takes tp; write it here).")] = 1
+    etp: Annotated[
+        Count, Meta(description="Tensor parallel size of routed experts (unset, Megatron takes tp; write it here).")
+    ] = 1
     cp: Annotated[Count, Meta(description="Context parallel size. Its ranks hold equal weights.")] = 1
     dp: Annotated[Count | None, Meta(description="Data parallel size. Null: world_size / (tp * cp * pp).")] = None
     pipeline_layout: Annotated[

@@ -1,6 +1,6 @@
 """Writes docs/recipes.md and docs/preflight.md from the schema, the recipes and the preconditions.
 
-    python -m megatron_sender.config_docs
+python -m megatron_sender.config_docs
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES_HEAD = """# Recipes
 
 A recipe is one YAML file that describes a trainer, its engines and the refit between them. Facts about trainer and engines are
-there for the preflight and the plan to read: they set nothing, Megatron and vLLM keep their own configuration. The `refit` part is
-what this project does. Unknown keys, missing keys and keys written twice are errors; every error names the full path of the setting.
+there for the preflight and the plan to read: they set nothing, Megatron and vLLM keep their own configuration. The `refit` part
+is what this project does. Unknown keys, missing keys and keys written twice are errors; every error names the full path of the
+setting.
 
     from megatron_sender.config_load import load_recipe
     from megatron_sender.preflight import check_refit_support
@@ -33,14 +34,14 @@ This page is generated from the schema by `python -m megatron_sender.config_docs
 
 PREFLIGHT_HEAD = """# The preflight
 
-`megatron_sender.preflight.check_refit_support(config)` runs before anything is allocated. It takes a `Recipe` or plain nested data
-with the same keys (docs/recipes.md), and raises one `ConfigError` that lists every violation: the path of the setting, what was got,
-what is wanted, and why. It refuses
+`megatron_sender.preflight.check_refit_support(config)` runs before anything is allocated. It takes a `Recipe` or plain nested
+data with the same keys (docs/recipes.md), and raises one `ConfigError` that lists every violation: the path of the setting, what
+was got, what is wanted, and why. It refuses
 
-- sizes that Megatron or vLLM can't cut: heads, KV heads, feed-forward sizes, experts, the padded vocabulary, Mamba heads and groups,
-  pipeline stages (even, uneven, virtual, custom layouts), ranks that are not a whole number of model copies;
+- sizes that Megatron or vLLM can't cut: heads, KV heads, feed-forward sizes, experts, the padded vocabulary, Mamba heads and
+  groups, pipeline stages (even, uneven, virtual, custom layouts), ranks that are not a whole number of model copies;
 - MXFP8 blocks of 32 along K that a cut of the engine or of the trainer would split;
-- ignore patterns that match no module, or that split what the engine joins (q, k and v; gate and up);
+- ignore patterns that match no module of the engine, or name only a part of what it joins (q, k and v; gate and up);
 - formats that do not go together: FP8 storage in the trainer, FP16 with Marlin, prequantisation for an unquantised engine;
 - kernels that the GPU, the format or the model does not have;
 - expert load balancing, which moves experts after the plan is made;
@@ -51,9 +52,9 @@ It does not look at GPUs, processes or networks; `vllm-refit doctor` does.
 
 ## The reference system's preconditions
 
-`check_nccl_reshard_refit_support(config)` reads a configuration of NeMo-RL's shape (`policy.generation...`, `policy.megatron_cfg...`).
-NeMo-RL lists nineteen preconditions for its shard-to-shard refit, which moves feed-forward weights only. Here all weights take the
-shard-to-shard wire, and this became of the preconditions:
+`check_nccl_reshard_refit_support(config)` reads a configuration of NeMo-RL's shape (`policy.generation...`,
+`policy.megatron_cfg...`). NeMo-RL lists nineteen preconditions for its shard-to-shard refit, which moves feed-forward weights
+only. Here all weights take the shard-to-shard wire, and this became of the preconditions:
 
 """
 
@@ -97,7 +98,12 @@ def recipes_page(folder: Path) -> str:
             notes = [meta.description for meta in get_args(hint)[1:] if isinstance(meta, msgspec.Meta) and meta.description]
             lines.append(_row(f"`{field.name}`", describe(hint), _default(field), " ".join(notes)))
         lines.append("")
-    lines += ["## Shipped recipes", "", "Gigabytes (1e9 bytes) are lower bounds of weights a rank, from the model's matrices alone.", ""]
+    lines += [
+        "## Shipped recipes",
+        "",
+        "Gigabytes (1e9 bytes) are lower bounds of weights a rank, from the model's matrices alone.",
+        "",
+    ]
     head = ("recipe", "what", "placement", "wire", "trainer GB a rank", "engine GB a rank")
     lines += [_row(*head), _row(*["---"] * len(head))]
     for file in find_recipes(folder):

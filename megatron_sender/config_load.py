@@ -95,7 +95,7 @@ def _check_struct(kind: type[msgspec.Struct], value: object, path: str) -> list[
     hints = get_type_hints(kind, include_extras=True)
     prefix = f"{path}." if path else ""
     problems = [
-        Problem("unknown setting", where=f"{prefix}{key}", got=show(value[key]), do=closest(key, hints))
+        Problem("unknown setting", where=prefix + _key_text(key), got=show(value[key]), do=closest(key, hints))
         for key in value
         if key not in hints
     ]
@@ -106,6 +106,10 @@ def _check_struct(kind: type[msgspec.Struct], value: object, path: str) -> list[
             wanted = describe(hints[field.name])
             problems.append(Problem("a required setting is missing", where=prefix + field.name, wanted=wanted))
     return problems
+
+
+def _key_text(key: object) -> str:
+    return key if isinstance(key, str) and key.isidentifier() else show(key)
 
 
 def _check_leaf(kind: Any, value: object, path: str) -> list[Problem]:

@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Callable
 
 from megatron_sender.config import Engine, Recipe
-from megatron_sender.preflight_model import FAMILIES, Matrix, ModelShape, ignored
+from megatron_sender.preflight_ignore import is_ignored, modules
+from megatron_sender.preflight_model import FAMILIES, Matrix, ModelShape
 from vllm_refit_ext.core.errors import Problem
 
 BLOCK = 32
@@ -80,14 +81,17 @@ def expert_cut(engine: Engine) -> int:
 
 
 def quantized(engine: Engine, model: ModelShape) -> list[Matrix]:
-    """The matrices that `engine` holds quantised: all linear ones that no ignore pattern names. Embeddings never are."""
+    """The matrices that `engine` holds quantised: those of all linear modules that no ignore pattern names."""
     if engine.quantization is None:
         return []
-    patterns = engine.quantization.ignore
-    linear = [m for m in model.matrices if m.cut != "vocab" or m.name == "lm_head"]
-    if engine.draft == "none":
-        linear = [m for m in linear if m.layer is None or m.layer < model.layers]
-    return [m for m in linear if not ignored(m.name, patterns)]
+    held = []
+    for module, matrices in modules(model).items():
+        layer = matrices[0].layer
+        drafting = layer is not None and layer >= model.layers
+        left_out = is_ignored(module, [m.name for m in matrices], engine.quantization.ignore)
+        if not left_out and (engine.draft == "mtp" or not drafting):
+            held += matrices
+    return held
 
 
 def split_blocks(matrices: list[Matrix], cut: Callable[[Matrix], int]) -> list[tuple[Matrix, int]]:
@@ -103,24 +107,8 @@ def split_blocks(matrices: list[Matrix], cut: Callable[[Matrix], int]) -> list[t
 def _check_quantization(recipe: Recipe, engine: Engine, at: str, model: ModelShape) -> list[Problem]:
     assert engine.quantization is not None
     where, patterns = f"{at}.quantization", engine.quantization.ignore
-    problems = []
-    names = [m.name for m in model.matrices]
-    for i, pattern in enumerate(patterns):
-        if not pattern or (model.model_type in FAMILIES and not any(ignored(name, [pattern]) for name in names)):
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
-            do = f"A module is called {near[0]}." if near else "Modules are called like " + names[len(names) // 2] + "."
-            what = "the pattern matches no module of this model"
-            problems.append(Problem(what, where=f"{where}.ignore[{i}]", got=repr(pattern), do=do))
+    problems = _check_patterns(patterns, where, model)
     held = quantized(engine, model)
-    kept = {m.name for m in held}
-    for fused in sorted({m.fused for m in held if m.fused}):
-        parts = [m.name for m in model.matrices if m.fused == fused]
-        left_out = [name for name in parts if name not in kept]
-        if left_out and not ignored(fused, patterns):
-            what = f"the engine joins these into {fused}, so all or none of them are quantised"
-            got = f"{left_out[0]} ignored, {next(name for name in parts if name in kept)} not"
-            problems.append(Problem(what, where=f"{where}.ignore", got=got, wanted="the same for " + ", ".join(parts)))
-            break
     if not held:
         what = "the ignore patterns leave nothing to quantise"
         wanted = "quantization null, or fewer patterns"
@@ -136,6 +124,41 @@ def _check_quantization(recipe: Recipe, engine: Engine, at: str, model: ModelSha
         do = "Cut it into fewer parts, or name it in quantization.ignore."
         problems.append(Problem(what, where=f"{at}.{setting}", got=got, wanted=f"a multiple of {BLOCK}", do=do))
     return problems
+
+
+def _check_patterns(patterns: list[str], where: str, model: ModelShape) -> list[Problem]:
+    problems = []
+    held = modules(model)
+    for i, pattern in enumerate(patterns):
+        if pattern and (model.model_type not in FAMILIES or _has_effect(pattern, held)):
+            continue
+        what, do = "the pattern matches no module of the engine", ""
+        joined = next(
+            (m for ms in held.values() for m in ms if pattern and m.module != m.name and _matches(pattern, m.name)), None
+        )
+        if joined is not None:
+            do = f"The engine joins {joined.name} into {joined.module}: name that."
+        elif near := difflib.get_close_matches(pattern, held, n=1, cutoff=0.5):
+            do = f"A module is called {near[0]}."
+        problems.append(
+            Problem(what, where=f"{where}.ignore[{i}]", got=repr(pattern), wanted="a name that the engine has", do=do)
+        )
+    for module, matrices in held.items():
+        names = [m.name for m in matrices]
+        if is_ignored(module, names, patterns) is None:
+            what = f"the engine joins these into {module}, so all or none of them are quantised"
+            got = ", ".join(name for name in names if name in patterns)
+            problems.append(Problem(what, where=f"{where}.ignore", got=got, wanted="all of " + ", ".join(names)))
+    return problems
+
+
+def _has_effect(pattern: str, held: dict[str, list[Matrix]]) -> bool:
+    # Naming one part of a joined module has an effect too, if a wrong one: vLLM refuses it.
+    return any(is_ignored(module, [m.name for m in matrices], [pattern]) is not False for module, matrices in held.items())
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return is_ignored(name, [name], [pattern]) is True
 
 
 def _check_backend(recipe: Recipe, engine: Engine, at: str, model: ModelShape) -> list[Problem]:

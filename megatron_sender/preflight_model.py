@@ -7,7 +7,6 @@ It is not the plan: the plan reads the models themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import msgspec
@@ -31,7 +30,14 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
     layer: int | None = None
     copies: int = 1
     fused: str = ""
-    """Name of the engine's module that joins this matrix with its siblings; they must be quantised alike."""
+    """Name of the engine's module that joins this matrix with its siblings, when there is one."""
+
+    @property
+    def module(self) -> str:
+        """Name of the engine's module that holds this matrix: itself, what it is fused into, or all experts of the layer."""
+        if self.cut.startswith("expert"):
+            return self.name[: self.name.index(".experts.") + len(".experts")]
+        return self.fused or self.name
 
     @property
     def elements(self) -> int:
@@ -151,7 +157,7 @@ def _ffn(prefix: str, hidden: int, inner: int, layer: int | None, *, gated: bool
     row: Cut = "expert_row" if experts else "row"
     copies = experts or 1
     for name in ("gate_proj", "up_proj") if gated else ("up_proj",):
-        fused = f"{prefix}.gate_up_proj" if gated else ""
+        fused = f"{prefix}.gate_up_proj" if gated and not experts else ""
         yield Matrix(name=f"{prefix}.{name}", rows=inner, columns=hidden, cut=column, layer=layer, copies=copies, fused=fused)
     yield Matrix(name=f"{prefix}.down_proj", rows=hidden, columns=inner, cut=row, layer=layer, copies=copies)
 
@@ -288,16 +294,3 @@ def _nemotron_h(r: _Reader) -> ModelShape:
         gated=False,
         matrices=tuple(matrices),
     )
-
-
-def ignored(name: str, patterns: list[str]) -> bool:
-    """Whether vLLM leaves the module `name` unquantised under ModelOpt's ignore list `patterns`.
-
-    vLLM takes a pattern as a part of a name or as a shell pattern, after it has replaced a `*` at the end by "itself or below".
-    """
-    for written in patterns:
-        ends_open = len(written) >= 2 and written.endswith("*") and not written.endswith(".*")
-        for pattern in (written[:-1], written[:-1] + ".*") if ends_open else (written,):
-            if pattern and (pattern in name or fnmatchcase(name, pattern)):
-                return True
-    return False

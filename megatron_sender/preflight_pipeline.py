@@ -73,8 +73,13 @@ def _from_counts(p: Parallelism, layers: int, where: str) -> tuple[list[list[int
     if last is not None:
         slots[-1] = last
     chunks = p.vpp or 1
-    for name, stage in (("first_stage_layers", 0), ("last_stage_layers", -1), ("vpp", p.pp // 2)):
-        if slots[stage] % chunks and not any(name in problem.where for problem in problems):
+    uneven = {
+        0: "first_stage_layers" if first is not None else "vpp",
+        p.pp - 1: "last_stage_layers" if last is not None else "vpp",
+    }
+    for stage in range(p.pp):
+        name = uneven.get(stage, "vpp")
+        if slots[stage] % chunks and not any(problem.where == f"{where}.{name}" for problem in problems):
             wanted = f"a multiple of vpp {chunks}"
             what = "a pipeline stage does not divide into its virtual stages"
             problems.append(Problem(what, where=f"{where}.{name}", got=f"{slots[stage]} layers", wanted=wanted))
@@ -87,6 +92,10 @@ def _from_counts(p: Parallelism, layers: int, where: str) -> tuple[list[list[int
             count = slots[stage] // chunks
             count -= extra_first if chunk == 0 and stage == 0 else 0
             count -= extra_last if chunk == chunks - 1 and stage == p.pp - 1 else 0
+            if count < 0:
+                name = "loss_counts_as_layer" if extra_last else "embedding_counts_as_layer"
+                what, wanted = "a stage has no room for what is counted as a layer", "fewer stages, or false"
+                return [], [Problem(what, where=f"{where}.{name}", got=got, wanted=wanted)]
             held[stage] += range(number, number + count)
             number += count
     return held, []
@@ -128,6 +137,8 @@ def _from_layout(p: Parallelism, layers: int, mtp_layers: int, where: str) -> tu
         refuse("the layout's stages are not a multiple of pp", f"{len(stages)} stages", f"a multiple of {p.pp}")
     elif p.vpp is not None and len(stages) != p.pp * p.vpp:
         refuse("the layout and vpp disagree", f"{len(stages)} stages with pp {p.pp} and vpp {p.vpp}", p.pp * p.vpp)
+    elif p.pp == 1 and len(stages) > 1:
+        refuse("virtual pipeline needs a pipeline", f"{len(stages)} stages with pp 1", "1 stage, or pp of at least 2")
     if not flat or flat[0] != "embedding" or flat.count("embedding") != 1:
         refuse("the layout must begin with its one embedding", show(flat[:1]), "embedding first, once")
     if not flat or flat[-1] != "loss" or flat.count("loss") != 1:

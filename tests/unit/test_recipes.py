@@ -1,0 +1,119 @@
+"""The shipped recipes: found, read, accepted by the real preflight, and covering what they must."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_sender.config import Engine, Recipe
+from megatron_sender.config_docs import ROOT, preflight_page, recipes_page
+from megatron_sender.config_load import find_recipes, load_recipe
+from megatron_sender.preflight import check_refit_support, find_violations, refit_memory
+from vllm_refit_ext.core.errors import ConfigError
+
+FOLDER = ROOT / "examples" / "recipes"
+FILES = find_recipes(FOLDER)
+RECIPES = {file.stem: load_recipe(file) for file in FILES}
+
+
+def not_shard_to_shard(recipes: list[Recipe]) -> list[str]:
+    """Names of the asynchronous recipes with an MXFP8 engine that do not use the shard-to-shard wire."""
+    return [r.name for r in asynchronous_mxfp8(recipes) if r.refit.wire != "collective"]
+
+
+def asynchronous_mxfp8(recipes: list[Recipe]) -> list[Recipe]:
+    return [r for r in recipes if r.refit.placement == "disaggregated" and any(is_mxfp8(engine) for engine in r.engines)]
+
+
+def is_mxfp8(engine: Engine) -> bool:
+    return engine.quantization is not None and engine.quantization.format == "mxfp8"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_passes_the_preflight(name):
+    recipe = RECIPES[name]
+    assert check_refit_support(recipe) == recipe
+    assert recipe.name == name
+    assert recipe.summary
+
+
+def test_recipe_passes_as_plain_data():
+    plain = msgspec.to_builtins(RECIPES["deepseek-v3-mxfp8-async"])
+    assert check_refit_support(plain) == RECIPES["deepseek-v3-mxfp8-async"]
+
+
+def test_every_file_in_the_folder_is_a_recipe_or_used_by_one():
+    used = {
+        Path(line.split(":", 1)[1].strip()) for file in FILES for line in file.read_text().splitlines() if "hf_config:" in line
+    }
+    assert {path.relative_to(FOLDER) for path in FOLDER.rglob("*.json")} == used
+
+
+def test_asynchronous_mxfp8_recipes_use_the_shard_to_shard_wire():
+    recipes = list(RECIPES.values())
+    assert len(asynchronous_mxfp8(recipes)) >= 7
+    assert not_shard_to_shard(recipes) == []
+
+
+def test_a_recipe_on_another_wire_is_seen_whatever_its_name():
+    recipe = RECIPES["qwen3-30b-a3b-mxfp8-async"]
+    other = msgspec.structs.replace(recipe, name="sync-bf16", refit=msgspec.structs.replace(recipe.refit, wire="shm"))
+    assert not_shard_to_shard([recipe, other]) == ["sync-bf16"]
+
+
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+@pytest.mark.parametrize(
+    "model",
+    ["Qwen3-30B-A3B", "Qwen3-32B", "Qwen3-235B-A22B", "DeepSeek-V3", "Nemotron-3-Super"],
+)
+def test_every_model_has_a_recipe_of_each_placement(model, placement):
+    assert [
+        r.name
+        for r in RECIPES.values()
+        if model in r.model.name and r.refit.placement == placement and all(is_mxfp8(engine) for engine in r.engines)
+    ]
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_ep8_to_tp2_with_and_without_expert_parallelism(ep):
+    assert [
+        r.name
+        for r in RECIPES.values()
+        if r.trainer.parallelism.ep == 8 and r.trainer.world_size == 8 and [(e.tp, e.ep) for e in r.engines] == [(2, ep)]
+    ]
+
+
+def test_no_recipe_found_is_an_error(tmp_path):
+    (tmp_path / "README.md").write_text("no recipe")
+    (tmp_path / "models.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no recipe found"):
+        find_recipes(tmp_path)
+    with pytest.raises(ConfigError, match="no recipe found"):
+        find_recipes(tmp_path / "absent")
+
+
+def test_recipes_are_found_under_both_endings(tmp_path):
+    for name in ("b.yml", "a.yaml", "c.yamlx", "d.json"):
+        (tmp_path / name).write_text("")
+    assert [path.name for path in find_recipes(tmp_path)] == ["a.yaml", "b.yml"]
+
+
+def test_direct_hand_over_of_a_trainer_that_spans_hosts_is_refused():
+    recipe = RECIPES["qwen3-30b-a3b-mxfp8-colocated"]
+    direct = msgspec.structs.replace(recipe, refit=msgspec.structs.replace(recipe.refit, mode="direct"))
+    assert [problem.where for problem in find_violations(direct)] == ["refit.mode"]
+
+
+def test_memory_of_30b_is_the_arithmetic():
+    trainer, engine = refit_memory(RECIPES["qwen3-30b-a3b-mxfp8-async"])
+    experts = 48 * 128 * 3 * 768 * 2048
+    attention = 48 * (2048 * 4096 * 2 + 2048 * 512 * 2)
+    router, ends = 48 * 128 * 2048, 2 * 151936 * 2048
+    assert trainer.weights == 2 * (experts // 8 + attention + router + ends)
+    assert engine.weights == experts + experts // 32 + 2 * (attention + router + ends)
+    assert trainer.staging == engine.staging == 2 * RECIPES["qwen3-30b-a3b-mxfp8-async"].refit.bucket_bytes
+
+
+def test_pages_are_current():
+    assert (ROOT / "docs" / "recipes.md").read_text() == recipes_page(FOLDER), "run python -m megatron_sender.config_docs"
+    assert (ROOT / "docs" / "preflight.md").read_text() == preflight_page(), "run python -m megatron_sender.config_docs"
