@@ -1,0 +1,297 @@
+"""Where a parameter's canonical MXFP8 element lives after the engine's post-load step.
+
+Canonical is the checkpoint's form: codes [N, K] and scales [N, K/32], a fused `w13` as [gate rows; up rows]. Every layout here is
+separable: the byte offset of an element is a function of its row plus a function of its column, for values and for scales. So a
+layout is four small functions, and the reference, the torch twins, the Triton kernels and the read-back are all built on them.
+
+    plain          values [N, K], scales [N, K/32], as in the checkpoint
+    linear_128x4   values as they are; scale bytes in blocks of 128 rows x 4 columns (FlashInfer CUTLASS and CuTe-DSL linear)
+    trtllm_moe     rows permuted (gate and up interleaved when gated), scales permuted and blocked (FlashInfer TRT-LLM MoE)
+    marlin         values in 16 x 64 tiles [K/16, 16 N], scales [K/32, N] permuted (Marlin W8A16, linear and MoE)
+
+Sources of the formulas: FlashInfer's `get_shuffle_matrix_a_row_indices`, `get_reorder_rows_for_gated_act_gemm_row_indices` and
+`block_scale_interleave`, vLLM's `swizzle_mxfp8_scale`, `gptq_marlin_repack` and `marlin_permute_scales`; the tests compare with
+those functions themselves. An engine may hold a matrix padded (`Held`); padding is a property of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_refit_ext.core.errors import LayoutError
+from vllm_refit_ext.core.mxfp8 import BLOCK, Bytes, check_k, check_pair
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One matrix as the engine holds it: `rows` x `cols` elements, padding included.
+
+    `gated` says that the rows are two halves, gate rows then up rows, each padded on its own.
+    """
+
+    rows: int
+    cols: int
+    gated: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Scale blocks a row has, K/32."""
+        return self.cols // BLOCK
+
+    @property
+    def half(self) -> int:
+        """Rows of the gate half, 0 when not gated."""
+        return self.rows // 2 if self.gated else 0
+
+
+Offsets = Callable[[Held, Int], Int]
+Shape = Callable[[Held], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One layout. Offsets are bytes from the matrix's first byte; `row` and `k` are canonical indices into the held matrix.
+
+    value_row(held, row) + value_col(held, k) and scale_row(held, row) + scale_col(held, block) give offsets; value_shape and
+    scale_shape are the uint8 shapes of one matrix. `row_multiple` divides the held rows. `pad_scale` is the scale byte that the
+    engine's own post-load step gives to padded elements.
+    """
+
+    name: str
+    row_multiple: int
+    pad_scale: int
+    value_row: Offsets
+    value_col: Offsets
+    scale_row: Offsets
+    scale_col: Offsets
+    value_shape: Shape
+    scale_shape: Shape
+
+    def check(self, held: Held) -> None:
+        """Raise LayoutError unless this layout takes a matrix of this size."""
+        check_k(held.cols, self.name)
+        multiple = self.row_multiple * (2 if held.gated and self.row_multiple == 1 else 1)
+        if held.rows <= 0 or held.rows % multiple:
+            raise LayoutError(
+                "rows don't fit the layout",
+                where=self.name,
+                got=f"{held.rows} rows",
+                wanted=f"a multiple of {multiple}",
+                do="give the padded size",
+            )
+
+
+def _ceil(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _blocked_scale_row(held: Held, r: Int) -> Int:
+    """Row part of the 128 x 4 block order: blocks of 512 bytes, row-major; inside, 32 groups of four rows 32 apart."""
+    return (r // 128) * (_ceil(held.blocks, 4) * 128) + (r % 32) * 16 + (r % 128) // 32 * 4
+
+
+def _blocked_scale_col(held: Held, c: Int) -> Int:
+    return (c // 4) * 512 + c % 4
+
+
+def _blocked_scale_shape(held: Held) -> tuple[int, ...]:
+    return (_ceil(held.rows, 128) * _ceil(held.blocks, 4),)
+
+
+def shuffled_row(held: Held, r: Int) -> Int:
+    """Destination row of canonical row `r` in `trtllm_moe`: up and gate rows alternate, then each 32 rows are dealt by fours."""
+    half = held.half
+    if half:
+        r = np.where(r < half, 2 * r + 1, 2 * (r - half))
+    return r // 32 * 32 + r % 4 * 8 + r % 32 // 4
+
+
+def _marlin_value_row(held: Held, n: Int) -> Int:
+    # Byte of n inside a 16 x 64 tile: 4 bytes per k pair, so 8 neighbours along n that lie 8 apart share 32 bytes.
+    return n // 64 * 1024 + n % 8 * 128 + n % 64 // 8 * 4
+
+
+def _marlin_value_col(held: Held, k: Int) -> Int:
+    # A 4-byte word holds k = 2i + {0, 8, 1, 9} of its row.
+    return k // 16 * (16 * held.rows) + k % 8 // 2 * 32 + k % 2 * 2 + k % 16 // 8
+
+
+def _marlin_scale_row(held: Held, n: Int) -> Int:
+    j = n % 64 // 8
+    # Positions 1 and 2 of each four are swapped, as the kernel's E8M0 conversion expects.
+    return n // 64 * 64 + n % 8 * 8 + j // 4 * 4 + j % 2 * 2 + j % 4 // 2
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout(
+            name="plain",
+            row_multiple=1,
+            pad_scale=127,
+            value_row=lambda held, r: r * held.cols,
+            value_col=lambda held, k: k,
+            scale_row=lambda held, r: r * held.blocks,
+            scale_col=lambda held, c: c,
+            value_shape=lambda held: (held.rows, held.cols),
+            scale_shape=lambda held: (held.rows, held.blocks),
+        ),
+        Layout(
+            name="linear_128x4",
+            row_multiple=1,
+            pad_scale=0,
+            value_row=lambda held, r: r * held.cols,
+            value_col=lambda held, k: k,
+            scale_row=_blocked_scale_row,
+            scale_col=_blocked_scale_col,
+            value_shape=lambda held: (held.rows, held.cols),
+            scale_shape=_blocked_scale_shape,
+        ),
+        Layout(
+            name="trtllm_moe",
+            row_multiple=128,
+            pad_scale=127,
+            value_row=lambda held, r: shuffled_row(held, r) * held.cols,
+            value_col=lambda held, k: k,
+            scale_row=lambda held, r: _blocked_scale_row(held, shuffled_row(held, r)),
+            scale_col=_blocked_scale_col,
+            value_shape=lambda held: (held.rows, held.cols),
+            scale_shape=_blocked_scale_shape,
+        ),
+        Layout(
+            name="marlin",
+            row_multiple=64,
+            pad_scale=0,
+            value_row=_marlin_value_row,
+            value_col=_marlin_value_col,
+            scale_row=_marlin_scale_row,
+            scale_col=lambda held, g: g * held.rows,
+            value_shape=lambda held: (held.cols // 16, 16 * held.rows),
+            scale_shape=lambda held: (held.blocks, held.rows),
+        ),
+    )
+}
+
+
+def layout_of(name: str) -> Layout:
+    """The layout called `name`. Raises LayoutError for a layout that is not known exactly: it must not be guessed."""
+    if name not in LAYOUTS:
+        raise LayoutError(
+            "unknown layout", got=repr(name), wanted=", ".join(LAYOUTS), do="let the engine reload this parameter itself"
+        )
+    return LAYOUTS[name]
+
+
+def to_kernel(
+    layout: str,
+    codes: Bytes,
+    scales: Bytes,
+    *,
+    gated: bool = False,
+    held: tuple[int, int] | None = None,
+    pad_scale: int | None = None,
+) -> tuple[Bytes, Bytes]:
+    """Canonical codes [..., N, K] and scales [..., N, K/32] to the bytes that the engine's kernels read, per matrix of the stack.
+
+    `gated` marks a fused [gate; up] matrix. `held` is the padded (rows, K) of the engine; by default the rows are rounded up to
+    what the layout needs and K stays. Padding gets code 0 and scale byte `pad_scale` (default: the layout's own). Bytes that only
+    fill up a block of 128 x 4 scales are 0.
+
+    Returns uint8 arrays [..., *value_shape] and [..., *scale_shape]. Raises LayoutError for shapes or dtypes that don't fit.
+    """
+    form = layout_of(layout)
+    check_pair(codes, scales, layout)
+    if codes.ndim < 2:
+        raise LayoutError("a layout takes matrices", where=layout, got=f"shape {codes.shape}", wanted="[..., N, K]")
+    grid = held_for(layout, codes.shape[-2], codes.shape[-1], gated=gated, held=held)
+    fill = form.pad_scale if pad_scale is None else pad_scale
+    codes, scales = _pad(codes, grid, grid.cols, 0), _pad(scales, grid, grid.blocks, fill)
+    values = _scatter(codes, form.value_row, form.value_col, grid, form.value_shape(grid))
+    return values, _scatter(scales, form.scale_row, form.scale_col, grid, form.scale_shape(grid))
+
+
+def to_canonical(
+    layout: str, values: Bytes, scale_bytes: Bytes, *, gated: bool = False, shape: tuple[int, int] | None = None
+) -> tuple[Bytes, Bytes]:
+    """The inverse of `to_kernel`: codes [..., N, K] and scales [..., N, K/32] of a stack of matrices as the engine holds them.
+
+    `values` and `scale_bytes` are uint8 in the shapes that `to_kernel` returns; `shape` is the canonical (N, K) when the engine
+    holds more. Raises LayoutError for shapes or dtypes that don't fit.
+    """
+    form = layout_of(layout)
+    if values.dtype != np.uint8 or scale_bytes.dtype != np.uint8:
+        raise LayoutError(
+            "kernel layouts are bytes",
+            where=layout,
+            got=f"{values.dtype}, {scale_bytes.dtype}",
+            wanted="uint8",
+            do="view, don't convert",
+        )
+    if values.ndim < 2:
+        raise LayoutError("a layout holds matrices", where=layout, got=f"shape {values.shape}", wanted="[..., rows, bytes]")
+    lead, (a, b) = values.shape[:-2], values.shape[-2:]
+    grid = Held(b // 16, a * 16, gated) if layout == "marlin" else Held(a, b, gated)
+    form.check(grid)
+    wanted = (*lead, *form.scale_shape(grid))
+    if scale_bytes.shape != wanted:
+        raise LayoutError("scale bytes don't fit the values", where=layout, got=scale_bytes.shape, wanted=wanted)
+    n, k = shape or (grid.rows, grid.cols)
+    held_for(layout, n, k, gated=gated, held=(grid.rows, grid.cols))
+    codes = _gather(values, form.value_row, form.value_col, grid, grid.cols, len(form.value_shape(grid)))
+    scales = _gather(scale_bytes, form.scale_row, form.scale_col, grid, grid.blocks, len(form.scale_shape(grid)))
+    return _unpad(codes, grid, n, k), _unpad(scales, grid, n, k // BLOCK)
+
+
+def held_for(layout: str, rows: int, cols: int, *, gated: bool = False, held: tuple[int, int] | None = None) -> Held:
+    """The held size of a canonical rows x cols matrix: `held` if given, else the least size that the layout takes.
+
+    Raises LayoutError where that is smaller than the matrix, or not a size of the layout.
+    """
+    form = layout_of(layout)
+    check_k(cols, layout)
+    grid = Held(*held, gated) if held else Held(_ceil(rows, form.row_multiple), cols, gated)
+    form.check(grid)
+    if grid.rows < rows or grid.cols < cols or (gated and (rows % 2 or grid.rows % 2)):
+        raise LayoutError(
+            "the matrix does not fit what the engine holds",
+            where=layout,
+            got=(rows, cols),
+            wanted=f"at most {(grid.rows, grid.cols)}",
+        )
+    return grid
+
+
+def _pad(array: Bytes, grid: Held, width: int, fill: int) -> Bytes:
+    halves = 2 if grid.gated else 1
+    *lead, n, k = array.shape
+    parts = array.reshape(*lead, halves, n // halves, k)
+    padded = np.full((*lead, halves, grid.rows // halves, width), fill, dtype=np.uint8)
+    padded[..., : n // halves, :k] = parts
+    return padded.reshape(*lead, grid.rows, width)
+
+
+def _unpad(array: Bytes, grid: Held, n: int, k: int) -> Bytes:
+    halves = 2 if grid.gated else 1
+    parts = array.reshape(*array.shape[:-2], halves, grid.rows // halves, array.shape[-1])
+    return np.ascontiguousarray(parts[..., : n // halves, :k]).reshape(*array.shape[:-2], n, k)
+
+
+def _scatter(array: Bytes, row: Offsets, col: Offsets, grid: Held, shape: tuple[int, ...]) -> Bytes:
+    flat = np.zeros((*array.shape[:-2], int(np.prod(shape))), dtype=np.uint8)
+    flat[..., _offsets(row, col, grid, array.shape[-1])] = array
+    return flat.reshape(*array.shape[:-2], *shape)
+
+
+def _gather(held_bytes: Bytes, row: Offsets, col: Offsets, grid: Held, width: int, ndim: int) -> Bytes:
+    flat = held_bytes.reshape(*held_bytes.shape[: held_bytes.ndim - ndim], -1)
+    return np.ascontiguousarray(flat[..., _offsets(row, col, grid, width)])
+
+
+def _offsets(row: Offsets, col: Offsets, grid: Held, width: int) -> Int:
+    return row(grid, np.arange(grid.rows))[:, None] + col(grid, np.arange(width))[None, :]
