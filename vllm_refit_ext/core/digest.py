@@ -1,0 +1,137 @@
+"""A digest of tensor content that is the same for any cut: sender and engine compare it without moving the bytes.
+
+    digest(part) = sum over its elements e of mix(bits(e), flat_index(e))   mod 2^64
+
+`flat_index` is the row-major index in the whole checkpoint tensor and `bits` the unsigned little-endian integer of an element of
+1, 2 or 4 bytes; an element of 8 bytes counts as two words of 4 bytes with indices 2i and 2i + 1. The sum is additive over
+disjoint boxes, so shards of any sharding add up to the same number. `mix` (a 32-bit finaliser after a Weyl step on the index)
+is a bijection of the bits for a fixed index: a single changed element is found with certainty, moved or swapped ones with
+probability 1 - 2^-32. It guards against mistakes, not against an adversary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_refit_ext.core.errors import LayoutError
+
+INDEX_LOW = 0x9E3779B1
+INDEX_HIGH = 0x85EBCA77
+MIX_1 = 0x7FEB352D
+MIX_2 = 0x846CA68B
+
+_CHUNK = 1 << 16
+"""Words hashed at once: two scratch arrays of 256 KiB stay in a core's cache, and are all the extra memory there is."""
+
+Words = NDArray[np.uint32]
+
+
+def digest(array: NDArray[np.generic], *, shape: Sequence[int], start: Sequence[int]) -> int:
+    """Digest of a box of a tensor, an integer in [0, 2^64).
+
+    `array` is the box's content (any strides, elements of 1, 2, 4 or 8 bytes), `shape` the whole tensor's shape and `start` the
+    box's first index in each dimension. A scalar has shape () and start ().
+
+    Raises LayoutError for other element sizes or a box that does not lie in the tensor.
+    """
+    check_box(array.shape, shape, start)
+    words = words_of(array.dtype.itemsize)
+    if array.size == 0:
+        return 0
+    bits = array.view(f"u{array.dtype.itemsize}")
+    strides = row_strides(shape)
+    first = sum(i * s for i, s in zip(start, strides, strict=True))
+    # Rows of consecutive indices: trailing dimensions that the box fills join, where memory lets them join without a copy.
+    joined = 1 if bits.ndim else 0
+    run = bits.shape[-1] if bits.ndim else 1
+    while bits.flags.c_contiguous and joined < bits.ndim and run == strides[bits.ndim - 1 - joined]:
+        joined += 1
+        run *= bits.shape[bits.ndim - joined]
+    lead = bits.shape[: bits.ndim - joined] or (1,)
+    steps = strides[: bits.ndim - joined] or (0,)
+    bits = bits.reshape(*lead, run)
+    inner = np.arange(lead[-1], dtype=np.uint64) * np.uint64(steps[-1])
+    total = 0
+    for outer in np.ndindex(*lead[:-1]):
+        base = first + sum(i * s for i, s in zip(outer, steps, strict=False))
+        total += _rows(bits[outer], inner + np.uint64(base), words)
+    return total % (1 << 64)
+
+
+def mix(bits: Words, index: NDArray[np.uint64]) -> Words:
+    """The hash of 32-bit words `bits` at flat indices `index`, same shape."""
+    h = bits + _index_term(index)
+    _finish(h, np.empty_like(h))
+    return h
+
+
+def _index_term(index: NDArray[np.uint64]) -> Words:
+    low = index.astype(np.uint32)
+    return low * np.uint32(INDEX_LOW) + (index >> np.uint64(32)).astype(np.uint32) * np.uint32(INDEX_HIGH)
+
+
+def _finish(h: Words, scratch: Words) -> None:
+    """The finaliser, in place."""
+    for shift, factor in ((16, MIX_1), (15, MIX_2), (16, 0)):
+        np.right_shift(h, np.uint32(shift), out=scratch)
+        np.bitwise_xor(h, scratch, out=h)
+        if factor:
+            np.multiply(h, np.uint32(factor), out=h)
+
+
+def _rows(bits: NDArray[np.generic], first: NDArray[np.uint64], words: int) -> int:
+    """Digest of elements [rows, run] whose rows begin at the element indices `first` [rows]."""
+    rows, run = bits.shape
+    across = min(run * words, _CHUNK)
+    down = max(1, _CHUNK // across)
+    column = np.arange(across, dtype=np.uint32) * np.uint32(INDEX_LOW)
+    hashes, scratch = np.empty((2, min(down, rows), across), dtype=np.uint32)
+    total = 0
+    for r in range(0, rows, down):
+        for c in range(0, run, across // words):
+            part = bits[r : r + down, c : c + across // words]
+            if words == 2:
+                part = np.ascontiguousarray(part).view(np.uint32)
+            index = (first[r : r + down] + np.uint64(c)) * np.uint64(words)
+            h, s = hashes[: len(part), : part.shape[1]], scratch[: len(part), : part.shape[1]]
+            np.copyto(h, part, casting="unsafe")
+            last = index + np.uint64(part.shape[1] - 1)
+            if np.array_equal(index >> np.uint64(32), last >> np.uint64(32)):
+                # lo32(i) * constant is linear modulo 2^32: it splits into a part of the row and a part of the column.
+                h += column[None, : part.shape[1]]
+                h += _index_term(index)[:, None]
+            else:
+                h += _index_term(index[:, None] + np.arange(part.shape[1], dtype=np.uint64))
+            _finish(h, s)
+            total += int(h.sum(dtype=np.uint64))
+    return total
+
+
+def words_of(itemsize: int) -> int:
+    """Words an element counts as: 1, or 2 for 8 bytes. Raises LayoutError for sizes that have no digest."""
+    if itemsize not in (1, 2, 4, 8):
+        raise LayoutError("no digest for this element size", got=f"{itemsize} bytes", wanted="1, 2, 4 or 8 bytes")
+    return 2 if itemsize == 8 else 1
+
+
+def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of `shape`, in elements."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def check_box(box: Sequence[int], shape: Sequence[int], start: Sequence[int]) -> None:
+    """Raise LayoutError unless a box of size `box` at `start` lies in a tensor of `shape`."""
+    inside = len(box) == len(shape) == len(start) and all(
+        s >= 0 and s + b <= n for b, n, s in zip(box, shape, start, strict=True)
+    )
+    if not inside:
+        raise LayoutError(
+            "the box does not lie in the tensor", got=f"size {tuple(box)} at {tuple(start)}", wanted=f"inside {tuple(shape)}"
+        )
