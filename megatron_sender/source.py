@@ -7,13 +7,14 @@ table describes every later version; what can break it is memory that moved, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_sender.bridge import VOCABULARY, BridgeView, Held
-from megatron_sender.source_cuts import Cut, Part, cuts_of, shard_axis
+from megatron_sender.source_cuts import cuts_of, is_one_piece
+from megatron_sender.source_part import Cut, Part, shard_axis
 from vllm_refit_ext.core.dtypes import ITEMSIZE, dtype_name
 from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, WireError
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
@@ -21,8 +22,11 @@ from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 TRAINED = ("float32", "bfloat16", "float16")
 """Element types whose values are the weights. FP8 trainers store values and scales apart, which a move can't put together."""
 
+Manifest = dict[str, tuple[tuple[int, ...], str]]
+"""Hugging Face name -> (global shape, dtype name)."""
 
-@dataclass
+
+@dataclass(repr=False)
 class SourceMap:
     """What one trainer rank offers.
 
@@ -34,14 +38,19 @@ class SourceMap:
     checkpoint_names: every name the checkpoint has, or None when the bridge was made from a configuration alone.
     """
 
-    manifest: dict[str, tuple[tuple[int, ...], str]]
+    manifest: Manifest
     aliases: dict[str, str]
     placements: Placements
     tensors: list[torch.Tensor]
     checkpoint_names: frozenset[str] | None
-    _held: list[Held] = field(repr=False)
-    _chunks: list[Any] = field(repr=False)
-    _addresses: list[int] = field(repr=False)
+    _held: list[Held]
+    _chunks: list[Any]
+    _addresses: list[int]
+
+    def __repr__(self) -> str:
+        held = sum(buffer.nbytes for buffer in self.placements.buffers)
+        boxes, buffers = len(self.placements), len(self.tensors)
+        return f"SourceMap({len(self.manifest)} tensors in {boxes} boxes of {buffers} buffers, {held} bytes)"
 
     def check_live(self) -> None:
         """Raise WireError, naming every tensor that lies elsewhere, is empty, or changed its shape or dtype since."""
@@ -81,10 +90,11 @@ class SourceMap:
         for chunk in self._chunks:
             config = getattr(chunk, "ddp_config", None)
             if config is not None and getattr(config, "overlap_param_gather", False):
-                chunk.start_param_sync(force_sync=True)
+                with torch.no_grad():
+                    chunk.start_param_sync(force_sync=True)
 
 
-def source_map(model_chunks: Sequence[Any], bridge: Any, *, rank: int | None = None) -> SourceMap:
+def source_map(model_chunks: Sequence[torch.nn.Module] | torch.nn.Module, bridge: Any, *, rank: int | None = None) -> SourceMap:
     """The source map of this rank.
 
     `model_chunks` are Megatron's model chunks as the trainer holds them (wrapped or not; a single module may be given),
@@ -99,42 +109,59 @@ def source_map(model_chunks: Sequence[Any], bridge: Any, *, rank: int | None = N
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     view = BridgeView(bridge, chunks)
     held, problems = view.held()
-    manifest: dict[str, tuple[tuple[int, ...], str]] = {}
-    buffers: list[Buffer] = []
-    rows: list[Placement] = []
-    kept: list[Held] = []
+    manifest: Manifest = {}
+    cuts: list[tuple[Held, list[Cut]]] = []
     for item in held:
         found = _problems_of(item)
-        if found:
-            problems += found
-            continue
-        try:
-            cuts = cuts_of(_part(item, view))
-        except RefitError as error:
-            problems += [Problem(p.what, item.label, p.got, p.wanted, p.do) for p in error.problems]
-            continue
-        problems += _check_cuts(item, cuts, view, manifest)
-        tensor = item.tensor
-        size = ITEMSIZE[dtype_name(tensor.dtype)]
-        for cut in cuts:
-            if all(low < high for low, high in zip(cut.lo, cut.hi, strict=True)):
-                strides = tuple(stride * size for stride in cut.strides)
-                rows.append(Placement(cut.tensor, len(buffers), cut.lo, cut.hi, cut.offset * size, strides))
-        buffers.append(Buffer(item.label, rank, dtype_name(tensor.dtype), tuple(tensor.shape)))
-        kept.append(item)
+        if not found:
+            try:
+                cuts.append((item, cuts_of(_part(item, view))))
+                found = _check_cuts(*cuts[-1], view, manifest)
+            except RefitError as error:
+                found = [Problem(p.what, item.label, p.got, p.wanted, p.do) for p in error.problems]
+        problems += found
+    problems += _check_doubles(cuts)
     if problems:
         raise ConfigError.of(problems, f"{len(problems)} tensor(s) of the trainer can't be offered (rank {rank})")
-    tensors = [item.tensor.detach() for item in kept]
+    buffers, rows = _table(cuts, rank)
+    tensors = [item.tensor.detach() for item, _ in cuts]
     return SourceMap(
         manifest=manifest,
         aliases=view.aliases(held),
         placements=Placements.from_rows(buffers, rows, list(manifest)),
         tensors=tensors,
         checkpoint_names=view.checkpoint.names,
-        _held=kept,
+        _held=[item for item, _ in cuts],
         _chunks=chunks,
         _addresses=[tensor.data_ptr() for tensor in tensors],
     )
+
+
+def _table(cuts: list[tuple[Held, list[Cut]]], rank: int) -> tuple[list[Buffer], list[Placement]]:
+    buffers: list[Buffer] = []
+    rows: list[Placement] = []
+    for item, boxes in cuts:
+        dtype = dtype_name(item.tensor.dtype)
+        size = ITEMSIZE[dtype]
+        for box in boxes:
+            if all(low < high for low, high in zip(box.lo, box.hi, strict=True)):
+                strides = tuple(stride * size for stride in box.strides)
+                rows.append(Placement(box.tensor, len(buffers), box.lo, box.hi, box.offset * size, strides))
+        buffers.append(Buffer(item.label, rank, dtype, tuple(item.tensor.shape)))
+    return buffers, rows
+
+
+def _check_doubles(cuts: list[tuple[Held, list[Cut]]]) -> list[Problem]:
+    """Two tensors of one rank may hold the same box only where Megatron keeps both equal: embeddings held once more."""
+    first: dict[tuple[str, tuple[int, ...]], Held] = {}
+    problems = []
+    for item, boxes in cuts:
+        for box in boxes:
+            other = first.setdefault((box.tensor, box.lo), item)
+            if other is not item and not (item.name.endswith(VOCABULARY) and other.name.endswith(VOCABULARY)):
+                what = f"it is mapped to the same part of {box.tensor!r} as {other.label}"
+                problems.append(Problem(what, item.label, do="Correct the mapping registry of the model's bridge."))
+    return problems
 
 
 def _part(item: Held, view: BridgeView) -> Part:
@@ -176,7 +203,7 @@ def _problems_of(item: Held) -> list[Problem]:
     return []
 
 
-def _check_cuts(item: Held, cuts: list[Cut], view: BridgeView, manifest: dict[str, tuple[tuple[int, ...], str]]) -> list[Problem]:
+def _check_cuts(item: Held, cuts: list[Cut], view: BridgeView, manifest: Manifest) -> list[Problem]:
     """Hold the cuts against the checkpoint, against what other tensors said, and against the tensor's own attributes."""
     problems = []
     names = view.checkpoint.names
@@ -205,14 +232,13 @@ def _check_sharding(item: Held, view: BridgeView) -> list[Problem]:
         problems.append(Problem(what, item.label, type(item.mapping).__name__))
     marked = getattr(tensor, "partition_dim", None) if getattr(tensor, "tensor_model_parallel", False) else None
     axis = shard_axis(part)
-    if marked is not None and part.ranks > 1 and axis != marked:
-        got = "replicated" if axis is None else f"split along dimension {axis}"
-        problems.append(
-            Problem(
-                f"its mapping {type(item.mapping).__name__} and Megatron's own mark disagree",
-                item.label,
-                got,
-                f"split along dimension {marked}",
-            )
-        )
+    if marked is None or part.ranks == 1:
+        return problems
+    mapping = type(item.mapping).__name__
+    if axis != marked:
+        got, wanted = ("replicated" if d is None else f"split along dimension {d}" for d in (axis, marked))
+        problems.append(Problem(f"its mapping {mapping} and Megatron's own mark disagree", item.label, got, wanted))
+    elif getattr(tensor, "partition_stride", 1) > 1 and is_one_piece(part):
+        what = f"each rank holds its share of several sections, but its mapping {mapping} joins the shards end to end"
+        problems.append(Problem(what, item.label, do="Map it with a gated mapping of the bridge."))
     return problems

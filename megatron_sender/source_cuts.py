@@ -1,61 +1,16 @@
-"""How one Megatron tensor is cut into boxes of Hugging Face tensors: arithmetic on shapes, nothing else.
+"""Which function cuts which mapping class of Megatron-Bridge.
 
-Each mapping class of Megatron-Bridge that only moves elements has a function here, which says what the class's own export
-would do with this rank's part. A class is known by its exact identity. A subclass is another class: it may compute.
-Everything is in elements; `source.py` turns elements into bytes.
+Each class that only moves elements has a function, which says what the class's own export would do with this rank's part. A
+class is known by its exact identity. A subclass is another class: it may compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any
+from collections.abc import Callable, Sequence
 
+from megatron_sender import source_attention, source_state_space
+from megatron_sender.source_part import Cut, Part, Run, Shape, row_cuts, shard_axis
 from vllm_refit_ext.core.errors import ConfigError
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The box lo..hi of `tensor` (of `shape`) lies in the local tensor at `offset`, with `strides` along the box's dimensions."""
-
-    tensor: str
-    shape: Shape
-    lo: Shape
-    hi: Shape
-    offset: int
-    strides: Shape
-
-
-@dataclass(frozen=True)
-class Part:
-    """One rank's part of one Megatron tensor, and what decides its cut.
-
-    `mapping` is the bridge's, with its names resolved; `module` owns the tensor and `config` is that module's; `shape` is local;
-    `ranks` and `rank` are of the tensor-parallel group that shares the tensor (for experts the expert-tensor-parallel one).
-    `checkpoint_shape(name)` is the shape that the checkpoint has for a name, or None where it doesn't say.
-    `vocabulary` is the number of true rows when the rows are a padded vocabulary, else None.
-    """
-
-    mapping: Any
-    module: Any
-    config: Any
-    shape: Shape
-    ranks: int
-    rank: int
-    checkpoint_shape: Callable[[str], Shape | None]
-    vocabulary: int | None = None
-
-    @property
-    def strides(self) -> Shape:
-        """Row-major strides of the local tensor."""
-        return tuple(prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
-
-
-Run = tuple[str, int, int, int]
-"""(tensor name, its first row, local first row, number of rows)."""
 
 
 def cuts_of(part: Part) -> list[Cut]:
@@ -76,28 +31,10 @@ def cuts_of(part: Part) -> list[Cut]:
     return cut(part)
 
 
-def shard_axis(part: Part) -> int | None:
-    """The dimension along which the ranks of the group hold different parts, or None when each holds the whole tensor.
-
-    For an `AutoMapping` the bridge itself looks at the module, as its export does.
-    """
-    kind = _FIXED_KINDS.get(_name(part))
-    if kind is None:
-        detector: Any = part.mapping if _name(part) in ("AutoMapping", "FusedExpertMapping") else part.mapping._tp_mapping
-        if type(detector).__qualname__ == "ColumnParallelMapping":
-            return 0
-        try:
-            kind = detector._detect_parallelism_type(part.module)
-        except ValueError as error:
-            what = f"the bridge can't tell how {type(part.module).__name__} is split over ranks"
-            raise ConfigError(what, do="Register the module type with the bridge's AutoMapping.") from error
-    if kind == "row":
-        return 1 if len(part.shape) > 1 else None
-    return 0 if kind == "column" else None
-
-
-def _name(part: Part) -> str:
-    return type(part.mapping).__qualname__
+def is_one_piece(part: Part) -> bool:
+    """Whether the mapping takes the shards of all ranks, end to end, for one tensor of the checkpoint."""
+    kind = f"{type(part.mapping).__module__}.{type(part.mapping).__qualname__}"
+    return _KNOWN.get(kind) in (_whole, _stacked_whole)
 
 
 def _whole(part: Part) -> list[Cut]:
@@ -128,126 +65,12 @@ def _permuted(cut: Cut, order: Sequence[int]) -> Cut:
     return Cut(cut.tensor, turn(cut.shape), turn(cut.lo), turn(cut.hi), cut.offset, turn(cut.strides))
 
 
-def _rows(part: Part, sizes: dict[str, int], runs: Iterator[Run] | Sequence[Run]) -> list[Cut]:
-    """Cuts from runs of rows; `sizes` gives each tensor's number of rows. Checks that the runs tile the local rows."""
-    tail, row_strides = part.shape[1:], part.strides
-    cuts: list[Cut] = []
-    covered = 0
-    for name, row, local, count in _joined(runs):
-        covered += count
-        if local + count > part.shape[0] or row + count > sizes[name]:
-            break
-        zeros = (0,) * len(tail)
-        cuts.append(Cut(name, (sizes[name], *tail), (row, *zeros), (row + count, *tail), local * row_strides[0], row_strides))
-    if covered != part.shape[0]:
-        raise ConfigError(
-            f"its rows don't fit what {_name(part)} makes of the model's numbers",
-            got=f"{part.shape[0]} local rows, {part.ranks} rank(s)",
-            wanted=", ".join(f"{name} of {rows} rows" for name, rows in sizes.items()),
-        )
-    return cuts
-
-
-def _joined(runs: Iterator[Run] | Sequence[Run]) -> Iterator[Run]:
-    last: Run | None = None
-    for run in runs:
-        if last and last[0] == run[0] and last[1] + last[3] == run[1] and last[2] + last[3] == run[2]:
-            last = (last[0], last[1], last[2], last[3] + run[3])
-            continue
-        if last:
-            yield last
-        last = run
-    if last:
-        yield last
-
-
-def _window(part: Part, packed: Sequence[tuple[str, int, int]]) -> Iterator[Run]:
-    """Runs of this rank's equal share of a packed tensor, whose sections (name, first row, rows) follow each other.
-
-    Sections may be cut anywhere: with fewer KV heads than ranks, a rank holds a part of a query group.
-    """
-    total = sum(rows for _, _, rows in packed)
-    ranks, rank = (part.ranks, part.rank) if shard_axis(part) == 0 else (1, 0)
-    if total != part.shape[0] * ranks:
-        raise ConfigError(
-            f"its rows don't fit what {_name(part)} makes of the model's numbers",
-            got=f"{part.shape[0]} local rows times {ranks} rank(s)",
-            wanted=f"{total} rows in all",
-        )
-    begin = part.shape[0] * rank
-    end, at = begin + part.shape[0], 0
-    for name, row, rows in packed:
-        low, high = max(at, begin), min(at + rows, end)
-        if low < high:
-            yield name, row + low - at, low - begin, high - low
-        at += rows
-
-
-def _head_size(config: Any) -> int:
-    return int(config.kv_channels or config.hidden_size // config.num_attention_heads)
-
-
-def _query_groups(part: Part, q: str, k: str, v: str, base: tuple[int, int, int] = (0, 0, 0)) -> list[tuple[str, int, int]]:
-    """Packed sections of Megatron's fused QKV: for each query group its query heads, its gates if it has them, its k, its v.
-
-    `base` is where q, k and v begin in their tensors. With an output gate a query head of the checkpoint is [query; gate].
-    """
-    config, size = part.config, _head_size(part.config)
-    groups = config.num_query_groups
-    per_group = config.num_attention_heads // groups
-    gated = bool(getattr(config, "attention_output_gate", False))
-    head_rows = 2 * size if gated else size
-    sections: list[tuple[str, int, int]] = []
-    for group in range(groups):
-        for shift in (0, size) if gated else (0,):
-            heads = range(group * per_group, (group + 1) * per_group)
-            sections += [(q, base[0] + head * head_rows + shift, size) for head in heads]
-        sections += [(k, base[1] + group * size, size), (v, base[2] + group * size, size)]
-    return sections
-
-
-def _attention_rows(part: Part) -> tuple[int, int]:
-    """Rows of the checkpoint's query projection (gates included) and of its key or value projection."""
-    config, size = part.config, _head_size(part.config)
-    gated = bool(getattr(config, "attention_output_gate", False))
-    return config.num_attention_heads * size * (2 if gated else 1), config.num_query_groups * size
-
-
-def _qkv(part: Part) -> list[Cut]:
-    q, k, v = (part.mapping.hf_param[key] for key in "qkv")
-    query, key = _attention_rows(part)
-    return _rows(part, {q: query, k: key, v: key}, _window(part, _query_groups(part, q, k, v)))
-
-
-def _qkv_one_tensor(part: Part) -> list[Cut]:
-    name = str(part.mapping.hf_param)
-    query, key = _attention_rows(part)
-    sections = _query_groups(part, name, name, name, (0, query, query + key))
-    return _rows(part, {name: query + 2 * key}, _window(part, sections))
-
-
-def _qkv_gate(part: Part) -> list[Cut]:
-    if getattr(part.config, "attention_output_gate", False):
-        raise ConfigError(
-            "its mapping QKVGMapping spreads a gate row of the checkpoint over a whole head: a computation, not a move",
-            do="Send this model through the bridge's export instead.",
-        )
-    q, k, v, g = (part.mapping.hf_param[key] for key in "qkvg")
-    query, key = _attention_rows(part)
-    heads = part.config.num_attention_heads
-    sections = [*_query_groups(part, q, k, v), (g, 0, heads)]
-    return _rows(part, {q: query, k: key, v: key, g: heads}, _window(part, sections))
-
-
-def _kv(part: Part) -> list[Cut]:
-    k, v = (part.mapping.hf_param[key] for key in "kv")
-    size, groups = _head_size(part.config), part.config.num_query_groups
-    sections = [(name, group * size, size) for group in range(groups) for name in (k, v)]
-    return _rows(part, {k: groups * size, v: groups * size}, _window(part, sections))
-
-
 def _halves(part: Part, gate: str, up: str, up_base: int) -> tuple[int, list[Run]]:
     """Runs of a local [gate; up]; `up_base` is where up begins in its tensor, in units of the whole gate's rows."""
+    for setting in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):
+        if getattr(part.config, setting, None) is not None and "experts." in part.mapping.megatron_param:
+            # Alternating blocks of gate and up rows; the bridge neither makes nor undoes them.
+            raise ConfigError(f"the trainer interleaves gate and up rows ({setting}), which the bridge's mapping does not")
     half, odd = divmod(part.shape[0], 2)
     if odd:
         raise ConfigError("a gated projection needs an even number of local rows", got=part.shape[0])
@@ -258,76 +81,7 @@ def _halves(part: Part, gate: str, up: str, up_base: int) -> tuple[int, list[Run
 def _gated(part: Part) -> list[Cut]:
     gate, up = part.mapping.hf_param["gate"], part.mapping.hf_param["up"]
     whole, runs = _halves(part, gate, up, 0)
-    return _rows(part, {gate: whole, up: whole}, runs)
-
-
-def _sections(part: Part, local: Sequence[tuple[str, int]]) -> list[Cut]:
-    """Local sections (name, rows) that follow each other; each is one rank's equal share of a section of its tensor."""
-    sizes: dict[str, int] = {}
-    runs: list[Run] = []
-    at = 0
-    for name, rows in local:
-        runs.append((name, sizes.get(name, 0) + rows * part.rank, at, rows))
-        sizes[name] = sizes.get(name, 0) + rows * part.ranks
-        at += rows
-    return _rows(part, sizes, runs)
-
-
-def _mamba_in(part: Part) -> list[Cut]:
-    config, name = part.config, str(part.mapping.hf_param)
-    inner = config.mamba_num_heads * config.mamba_head_dim // part.ranks
-    states = config.mamba_state_dim * config.mamba_num_groups // part.ranks
-    rows = (inner, inner, states, states, config.mamba_num_heads // part.ranks)
-    return _sections(part, [(name, count) for count in rows])
-
-
-def _convolution(part: Part) -> list[Cut]:
-    """Depth-wise convolutions of state-space layers: the mapping itself lists its local sections."""
-    name = str(part.mapping.hf_param)
-    return _sections(part, [(name, len(rows)) for rows in part.mapping.get_shard_idx(part.config, local_tp=True)])
-
-
-def _delta_net_rows(part: Part) -> tuple[int, int, int, int]:
-    """(key heads here, rows a key head has in q or k, in v or z, in b or a) of a gated delta net's input projection."""
-    config = part.config
-    values = config.linear_num_value_heads // config.linear_num_key_heads
-    heads = config.linear_num_key_heads // part.ranks
-    return heads, config.linear_key_head_dim, values * config.linear_value_head_dim, values
-
-
-def _delta_net_grouped(part: Part) -> list[Cut]:
-    """The checkpoint groups by key head: [q k v z] and [b a]. Megatron holds all heads' q, then all heads' k, and so on."""
-    heads, key, value, scalar = _delta_net_rows(part)
-    sizes: dict[str, int] = {}
-    runs: list[Run] = []
-    at = 0
-    for name, widths in (
-        (part.mapping.hf_param["qkvz"], (key, key, value, value)),
-        (part.mapping.hf_param["ba"], (scalar, scalar)),
-    ):
-        group = sum(widths)
-        sizes[name] = group * heads * part.ranks
-        shift = 0
-        for width in widths:
-            for head in range(heads):
-                runs.append((name, (heads * part.rank + head) * group + shift, at, width))
-                at += width
-            shift += width
-    return _rows(part, sizes, runs)
-
-
-def _delta_net_flat(part: Part) -> list[Cut]:
-    heads, key, value, scalar = _delta_net_rows(part)
-    names = part.mapping.hf_param
-    widths = (
-        (names["qkv"], key),
-        (names["qkv"], key),
-        (names["qkv"], value),
-        (names["z"], value),
-        (names["b"], scalar),
-        (names["a"], scalar),
-    )
-    return _sections(part, [(name, heads * width) for name, width in widths])
+    return row_cuts(part, {gate: whole, up: whole}, runs)
 
 
 def _stacked(part: Part, cuts: Sequence[Cut]) -> list[Cut]:
@@ -353,19 +107,10 @@ def _stacked_whole(part: Part) -> list[Cut]:
 def _stacked_gated(part: Part) -> list[Cut]:
     name = str(part.mapping.hf_param)
     whole, runs = _halves(part, name, name, 1)
-    return _stacked(part, _rows(part, {name: 2 * whole}, runs))
+    return _stacked(part, row_cuts(part, {name: 2 * whole}, runs))
 
 
 _MODULE = "megatron.bridge.models.conversion.param_mapping"
-_FIXED_KINDS = {
-    "ColumnParallelMapping": "column",
-    "RowParallelMapping": "row",
-    "ReplicatedMapping": "replicated",
-    "DirectMapping": "replicated",
-    # Their exports gather along rows without asking the module.
-    "GatedMLPMapping": "column",
-    "FusedGatedExpertMapping": "column",
-}
 _KNOWN: dict[str, Callable[[Part], list[Cut]]] = {
     f"{_MODULE}.{name}": cut
     for name, cut in {
@@ -374,16 +119,16 @@ _KNOWN: dict[str, Callable[[Part], list[Cut]]] = {
         "RowParallelMapping": _whole,
         "ReplicatedMapping": _whole,
         "DirectMapping": _whole,
-        "QKVMapping": _qkv,
-        "QKVGMapping": _qkv_gate,
-        "KVMapping": _kv,
-        "ConcatenatedQKVMapping": _qkv_one_tensor,
+        "QKVMapping": source_attention.qkv,
+        "QKVGMapping": source_attention.qkv_gate,
+        "KVMapping": source_attention.kv,
+        "ConcatenatedQKVMapping": source_attention.qkv_one_tensor,
         "GatedMLPMapping": _gated,
-        "MambaInProjMapping": _mamba_in,
-        "MambaConv1dMapping": _convolution,
-        "GDNConv1dMapping": _convolution,
-        "GDNLinearMapping": _delta_net_grouped,
-        "GDNLinearMappingSeparate": _delta_net_flat,
+        "MambaInProjMapping": source_state_space.mamba_in,
+        "MambaConv1dMapping": source_state_space.convolution,
+        "GDNConv1dMapping": source_state_space.convolution,
+        "GDNLinearMapping": source_state_space.delta_net_grouped,
+        "GDNLinearMappingSeparate": source_state_space.delta_net_flat,
         "FusedExpertMapping": _stacked_whole,
         "FusedGatedExpertMapping": _stacked_gated,
     }.items()

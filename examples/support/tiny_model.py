@@ -170,8 +170,7 @@ def build_megatron(
     vpp: int | None = None,
     dtype: str = "float32",
     load: bool = True,
-    ddp: bool = False,
-    distributed_optimizer: bool = False,
+    ddp: bool | dict[str, Any] = False,
     layout: Sequence[Sequence[str]] | str | None = None,
     first_last_layers: tuple[int | None, int | None] = (None, None),
     seed: int = 1234,
@@ -182,7 +181,8 @@ def build_megatron(
     torch.distributed must be initialised; model parallelism is initialised here (anew when it was before). `vpp` is the number
     of chunks a pipeline stage holds, `layout` Megatron's custom pipeline layout, `first_last_layers` the layers of the first
     and last stage when they differ from the rest. With `load` the weights come from `folder`, without it they are random.
-    `ddp` wraps the chunks in Megatron's DDP. Other settings go to the bridge's provider as they are.
+    `ddp` wraps the chunks in Megatron's DDP, with these settings if it is a dict.
+    Other settings go to the bridge's provider as they are.
     Returns (AutoBridge, list of chunks).
     """
     import_megatron()
@@ -218,8 +218,8 @@ def build_megatron(
         with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
             provider.initialize_model_parallel(seed=seed)
             chunks = provider.provide_distributed_model(
-                wrap_with_ddp=ddp,
-                ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer) if ddp else None,
+                wrap_with_ddp=bool(ddp),
+                ddp_config=DistributedDataParallelConfig(**(ddp if isinstance(ddp, dict) else {})) if ddp else None,
                 use_cpu_initialization=not torch.cuda.is_available(),
                 bf16=dtype == "bfloat16",
                 fp16=dtype == "float16",

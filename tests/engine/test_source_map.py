@@ -16,6 +16,7 @@ from tests.support import source_check
 
 pytestmark = pytest.mark.engine
 
+LATE_GATHER = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 PADDED = {"should_pad_vocab": True, "make_vocab_size_divisible_by": 128}
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {
@@ -36,7 +37,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "moe-ep2-trained": {"kind": "qwen3_moe", "ep": 2, "ddp": True, "step": "train"},
         "moe-pp2": {"kind": "qwen3_moe", "pp": 2},
         "moe-etp2": {"kind": "qwen3_moe", "tp": 2, "etp": 2},
-        "moe-dp2-trained": {"kind": "qwen3_moe", "ddp": True, "distributed_optimizer": True, "step": "train"},
+        "moe-dp2-trained": {"kind": "qwen3_moe", "ddp": {"use_distributed_optimizer": True}, "step": "train"},
+        "dense-dp2-late-gather-trained": {"kind": "qwen3", "ddp": LATE_GATHER, "step": "train"},
         "dense-tp2-trained": {"kind": "qwen3", "tp": 2, "ddp": True, "step": "train"},
         "few-kv-tp2": {"kind": "qwen3_few_kv", "tp": 2},
         "tied-tp2": {"kind": "qwen3_tied", "tp": 2},

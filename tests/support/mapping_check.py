@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_sender.source_cuts import Part, cuts_of
+from megatron_sender.source_cuts import cuts_of
+from megatron_sender.source_part import Part
 
 
 @dataclass

@@ -147,9 +147,14 @@ def train_step(chunks: list[Any]) -> float | None:
 
     config = get_model_config(chunks[0])
     config.finalize_model_grads_func = finalize_model_grads
-    distributed = chunks[0].ddp_config.use_distributed_optimizer
+    ddp = chunks[0].ddp_config
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=distributed
+        optimizer="adam",
+        lr=1e-2,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=ddp.use_distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(settings, chunks)
     length, batch = 16, 2
