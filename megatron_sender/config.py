@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from vllm_refit_ext.core.messages import DEADLINE_S, CachePolicy
+
 Count = Annotated[int, Meta(ge=1, le=65536)]
 Capability = Annotated[str, Meta(pattern=r"^\d{1,2}\.\d$")]
 Bytes = Annotated[int, Meta(ge=1, le=1 << 50)]
@@ -183,15 +185,18 @@ class Refit(Part, frozen=True, kw_only=True):
         Meta(description="Requests in flight when a refit starts (vLLM's pause modes). `keep`: they go on with the new weights."),
     ] = "wait"
     caches: Annotated[
-        Literal["reset", "keep"],
-        Meta(description="Prefix, encoder and multimodal caches at commit. `keep` serves values computed with older weights."),
+        CachePolicy,
+        Meta(
+            description="Prefix, encoder and multimodal caches at commit. `reset` clears them and fails if requests still use "
+            "them; `reset_running` preempts those first; `keep` serves values computed with older weights."
+        ),
     ] = "reset"
     max_steps_off: Annotated[
         int, Meta(ge=0, le=1024, description="Trainer steps by which sampled tokens may be older than the weights trained.")
     ] = 0
-    deadline_seconds: Annotated[
-        float, Meta(gt=0, le=86400, description="Limit for one whole refit, and so for every wait in it.")
-    ] = 120.0
+    deadline_s: Annotated[
+        float, Meta(gt=0, le=86400, description="Seconds within which one whole refit, and so every wait in it, must end.")
+    ] = DEADLINE_S
 
     def effective_mode(self) -> Literal["direct", "staged"]:
         """The mode with its default filled in."""

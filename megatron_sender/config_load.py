@@ -36,20 +36,20 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML's safe loader, except that a key written twice is an error."""
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
         if isinstance(key, str) and key in seen:
             raise ConfigError("a key is written twice", where=f"line {line}", got=key, do=f"First seen in line {seen[key]}.")
         if isinstance(key, str):
             seen[key] = line
-    mapping: dict[Any, Any] = loader.construct_mapping(node, deep=deep)
+    mapping: dict[Any, Any] = loader.construct_mapping(node, deep=True)
     return mapping
 
 
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, lambda loader, node: _mapping(loader, node, deep=True))
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
 def _read_yaml(path: Path) -> object:

@@ -68,6 +68,10 @@ def _check_policies(recipe: Recipe) -> list[Problem]:
     if refit.placement == "colocated" and refit.max_steps_off:
         what = "colocated engines stop while the trainer steps, so no token is older than the weights"
         problems.append(Problem(what, where="refit.max_steps_off", got=str(refit.max_steps_off), wanted="0, or disaggregated"))
+    if refit.running_requests == "keep" and refit.caches == "reset":
+        what = "caches that running requests use can't be reset under them"
+        wanted = "reset_running, which preempts them first, or keep"
+        problems.append(Problem(what, where="refit.caches", got="reset, with running_requests keep", wanted=wanted))
     for i, engine in enumerate(recipe.engines):
         if engine.sleep_level and refit.running_requests == "keep":
             what = f"requests can't run on while engines[{i}] sleeps"

@@ -259,8 +259,3 @@ def test_a_probe_that_fails_is_an_error_text(monkeypatch, tmp_path):
     monkeypatch.setattr(probe, "WAIT_SECONDS", 0.5)
     script.write_text("import time; time.sleep(60)")
     assert "no answer" in probe.ask("facts")["error"]
-
-
-@pytest.mark.gpu
-def test_a_real_hand_over():
-    assert probe.ask("ipc", "0") == {"ok": True}

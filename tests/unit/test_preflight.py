@@ -120,7 +120,7 @@ WORKS = {
     "ipc between GPUs of one host": recipe(trainer={"world_size": 4}, engines=engine(count=4), refit={"wire": "ipc"}),
     "cpu": recipe(hardware={"device": "cpu"}, refit={"placement": "colocated", "wire": "collective"}),
     "sleeping": recipe(engines=engine(sleep_level=2), refit=COLOCATED),
-    "in flight": recipe(refit={"running_requests": "keep", "max_steps_off": 1}),
+    "in flight": recipe(refit={"running_requests": "keep", "caches": "reset_running", "max_steps_off": 1}),
     "fp16 off Marlin": recipe(
         engines=quantized(dtype="float16"),
         trainer={"dtype": "bfloat16"},
@@ -336,8 +336,9 @@ REFUSED = {
         ["refit.mode"],
     ),
     "colocated one step off": (recipe(refit=COLOCATED | {"max_steps_off": 1}), ["refit.max_steps_off"]),
+    "caches under running requests": (recipe(refit={"running_requests": "keep"}), ["refit.caches"]),
     "requests while asleep": (
-        recipe(engines=engine(sleep_level=1), refit=COLOCATED | {"running_requests": "keep"}),
+        recipe(engines=engine(sleep_level=1), refit=COLOCATED | {"running_requests": "keep", "caches": "reset_running"}),
         ["refit.running_requests"],
     ),
     "caches while asleep": (recipe(engines=engine(sleep_level=1), refit=COLOCATED | {"caches": "keep"}), ["refit.caches"]),

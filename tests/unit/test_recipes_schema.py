@@ -68,7 +68,7 @@ def test_the_good_one_is_good():
 @pytest.mark.parametrize(
     ("path", "shown"),
     [
-        ("nam", "nam"),
+        ("modell", "modell"),
         ("model.hf_confg", "model.hf_confg"),
         ("hardware.gpus_per_hosts", "hardware.gpus_per_hosts"),
         ("trainer.worldsize", "trainer.worldsize"),
@@ -82,7 +82,7 @@ def test_unknown_key_at_each_level(path, shown):
     (problem,) = problems_of(changed(path, 1))
     assert problem.what == "unknown setting"
     assert problem.where == shown
-    nearest = {"nam": "name", "hf_confg": "hf_config", "gpus_per_hosts": "gpus_per_host", "worldsize": "world_size"}
+    nearest = {"modell": "model", "hf_confg": "hf_config", "gpus_per_hosts": "gpus_per_host", "worldsize": "world_size"}
     nearest |= {"tpp": "tp", "quantisation": "quantization", "ignored": "ignore", "bucket_byte": "bucket_bytes"}
     assert f"Did you mean `{nearest[path.split('.')[-1]]}`?" in problem.do
 
@@ -126,7 +126,7 @@ def test_a_key_that_is_no_text():
         ("engines.0.gpu_memory_utilization", float("nan"), "engines[0].gpu_memory_utilization"),
         ("engines.0.gpu_memory_utilization", 1.1, "engines[0].gpu_memory_utilization"),
         ("refit.wire", "nccl", "refit.wire"),
-        ("refit.deadline_seconds", 0, "refit.deadline_seconds"),
+        ("refit.deadline_s", 0, "refit.deadline_s"),
         ("refit.buckets", 1, "refit.buckets"),
     ],
 )
