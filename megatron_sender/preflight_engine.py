@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megatron_sender.config import Engine, Recipe
 from megatron_sender.preflight_ignore import is_ignored, modules
@@ -81,23 +81,30 @@ def expert_cut(engine: Engine) -> int:
 
 
 def quantized(engine: Engine, model: ModelShape) -> list[Matrix]:
-    """The matrices that `engine` holds quantised: those of all linear modules that no ignore pattern names."""
+    """The matrices that `engine` holds quantised: those of all linear modules that no ignore pattern names.
+
+    Of a family whose module names are not known here, patterns say nothing, so all count: a lower bound of the bytes.
+    """
     if engine.quantization is None:
         return []
+    patterns = engine.quantization.ignore if model.model_type in FAMILIES else []
     held = []
     for module, matrices in modules(model).items():
         layer = matrices[0].layer
         drafting = layer is not None and layer >= model.layers
-        left_out = is_ignored(module, [m.name for m in matrices], engine.quantization.ignore)
+        left_out = is_ignored(module, [m.name for m in matrices], patterns)
         if not left_out and (engine.draft == "mtp" or not drafting):
             held += matrices
     return held
 
 
-def split_blocks(matrices: list[Matrix], cut: Callable[[Matrix], int]) -> list[tuple[Matrix, int]]:
-    """The matrices whose K, in `cut(matrix)` equal parts, splits an MXFP8 block, with the part's length; one of each size."""
+def split_blocks(model: ModelShape, matrices: Iterable[Matrix], cut: Callable[[Matrix], int]) -> list[tuple[Matrix, int]]:
+    """Those of `matrices` whose K, in `cut(matrix)` equal parts, splits an MXFP8 block, with the part's length; one of each size.
+
+    Nothing for a family whose module names are not known here: which modules are quantised is then left to the plan.
+    """
     found: dict[tuple[int, int], tuple[Matrix, int]] = {}
-    for matrix in matrices:
+    for matrix in matrices if model.model_type in FAMILIES else ():
         parts = cut(matrix)
         if matrix.columns % parts == 0 and matrix.columns // parts % BLOCK:
             found.setdefault((matrix.columns, parts), (matrix, matrix.columns // parts))
@@ -117,7 +124,7 @@ def _check_quantization(recipe: Recipe, engine: Engine, at: str, model: ModelSha
     def cut(m: Matrix) -> int:
         return engine.tp if m.cut == "row" else expert_cut(engine) if m.cut == "expert_row" else 1
 
-    for matrix, part in split_blocks(held, cut):
+    for matrix, part in split_blocks(model, held, cut):
         setting = "tp" if cut(matrix) > 1 else "quantization.ignore"
         what = f"an MXFP8 block of {BLOCK} would be split: K of {matrix.name} is {matrix.columns}"
         got = f"{part} elements a rank ({matrix.columns} / {cut(matrix)})"

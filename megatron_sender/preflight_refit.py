@@ -113,7 +113,7 @@ def _check_source_blocks(recipe: Recipe, model: ModelShape) -> list[Problem]:
         return p.tp if m.cut == "row" else p.etp if m.cut == "expert_row" else 1
 
     problems = []
-    for matrix, part in split_blocks([m for m in held.values() if cut(m) > 1], cut):
+    for matrix, part in split_blocks(model, [m for m in held.values() if cut(m) > 1], cut):
         setting = "tp" if matrix.cut == "row" else "etp"
         what = f"an MXFP8 block of {BLOCK} would lie on two trainer ranks: K of {matrix.name} is {matrix.columns}"
         got = f"{part} elements a rank ({matrix.columns} / {cut(matrix)})"

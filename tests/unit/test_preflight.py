@@ -75,9 +75,13 @@ def quantized(**settings):
     return [{"quantization": MX} | settings]
 
 
+UNKNOWN = DENSE | {"model_type": "new_family", "architectures": ["NewForCausalLM"], "intermediate_size": 320}
 COLOCATED = {"placement": "colocated", "wire": "ipc"}
 
 WORKS = {
+    "module names that are not known here": recipe(
+        UNKNOWN, engines=[{"tp": 4, "quantization": {"format": "mxfp8", "ignore": ["*some.module"]}}]
+    ),
     "plain": recipe(),
     "mla": recipe(MLA, engines=engine(tp=4, draft="mtp")),
     "hybrid": recipe(MAMBA, parallelism={"tp": 2}, engines=engine(tp=4)),

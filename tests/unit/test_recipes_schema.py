@@ -68,7 +68,7 @@ def test_the_good_one_is_good():
 @pytest.mark.parametrize(
     ("path", "shown"),
     [
-        ("modell", "modell"),
+        ("models", "models"),
         ("model.hf_confg", "model.hf_confg"),
         ("hardware.gpus_per_hosts", "hardware.gpus_per_hosts"),
         ("trainer.worldsize", "trainer.worldsize"),
@@ -82,7 +82,7 @@ def test_unknown_key_at_each_level(path, shown):
     (problem,) = problems_of(changed(path, 1))
     assert problem.what == "unknown setting"
     assert problem.where == shown
-    nearest = {"modell": "model", "hf_confg": "hf_config", "gpus_per_hosts": "gpus_per_host", "worldsize": "world_size"}
+    nearest = {"models": "model", "hf_confg": "hf_config", "gpus_per_hosts": "gpus_per_host", "worldsize": "world_size"}
     nearest |= {"tpp": "tp", "quantisation": "quantization", "ignored": "ignore", "bucket_byte": "bucket_bytes"}
     assert f"Did you mean `{nearest[path.split('.')[-1]]}`?" in problem.do
 
