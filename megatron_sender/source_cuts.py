@@ -24,9 +24,8 @@ def cuts_of(part: Part) -> list[Cut]:
         computed = _COMPUTED.get(kind)
         raise ConfigError(
             f"its mapping {kind} {computed}" if computed else f"its mapping class {kind} is unknown",
-            wanted="a mapping of Megatron-Bridge that only moves elements: "
-            + ", ".join(sorted(k.rpartition(".")[2] for k in _KNOWN)),
-            do="A parameter is never taken for replicated by default. Send this model through the bridge's export instead.",
+            wanted="one of Megatron-Bridge's own classes that only move elements",
+            do="It is not taken for replicated by default. Send this model through the bridge's export instead.",
         )
     return cut(part)
 
