@@ -8,6 +8,7 @@ loader recorded. This serves planning and tests; a live worker records on its ow
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -151,8 +152,15 @@ def build_on_meta(vllm_config: Any) -> nn.Module:
     tables.clear()
     torch.set_default_dtype(vllm_config.model_config.dtype)
     try:
-        with torch.device("meta"), _TablesOnHost():
-            model: nn.Module = initialize_model(vllm_config)
+        try:
+            with torch.device("meta"), _TablesOnHost():
+                model: nn.Module = initialize_model(vllm_config)
+        except (NotImplementedError, RuntimeError):
+            # Some models compute with constants while they are built: then only what is large has no storage.
+            tables.clear()
+            vllm_config.compilation_config.static_forward_context.clear()
+            with _LargeOnMeta():
+                model = initialize_model(vllm_config)
     finally:
         torch.set_default_dtype(previous)
         tables.clear()
@@ -170,4 +178,20 @@ class _TablesOnHost(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in self.FACTORIES and kwargs.get("dtype") in self.INTEGERS and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large new tensors on the meta device and leaves the others real."""
+
+    FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+    LARGE = 1 << 16
+    """Elements."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self.FACTORIES and kwargs.get("device") is None:
+            size = args[0] if args and isinstance(args[0], list | tuple) else kwargs.get("size", args)
+            if math.prod(n for n in size if isinstance(n, int)) >= self.LARGE:
+                kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)

@@ -49,7 +49,7 @@ def record_routes(
             recorder = Recorder(created, sources)
             failure = _load(model, names, sources, recorder, excluded)
             if failure is None:
-                recorder.finish()
+                recorder.finish(model)
                 break
         index, error = failure
         if index is None or index in excluded:

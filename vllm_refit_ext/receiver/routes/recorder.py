@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_refit_ext.receiver.routes.affine import Dim, TooManyBoxesError, decompose, row_major
@@ -25,6 +26,9 @@ WIDENING = frozenset({(torch.bfloat16, torch.float32), (torch.float16, torch.flo
 
 MAGIC = 1.0e300
 """Stand-in for a value that a loader reads from a checkpoint tensor of one element, to recognise where it is written."""
+
+
+NN_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -111,8 +115,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         return self._other(func, args, kwargs or {})
 
-    def finish(self) -> None:
-        """Find the parameters that the loader replaced or rebound instead of writing them. Call it before they are put back."""
+    def finish(self, model: nn.Module) -> None:
+        """Find what the loader replaced, or left behind in the model. Call it before the model is put back."""
         for index, (name, twin) in enumerate(self.created.tensors.items()):
             module, attribute = self.created.slots[name]
             now = getattr(module, attribute, None)
@@ -124,6 +128,12 @@ class Recorder(TorchDispatchMode):
             self._blame(origins, f"the loader replaces {name} instead of writing it")
             dims = tuple((n, 0, s) for n, s in zip(self.shapes[index], row_major(self.shapes[index]), strict=True))
             self.events.append(Write(index, 0, dims, "replaced", origins))
+        for path, module in model.named_modules():
+            for name, value in [*module._parameters.items(), *module._buffers.items(), *module.__dict__.items()]:
+                for tensor in _tensors(value if name not in NN_TABLES else None):
+                    key = storage_id(tensor)
+                    if key not in self.targets:
+                        self._blame(self._origins(key), f"the loader keeps it in {path}.{name}, made while loading")
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         into, of = storage_id(target), storage_id(source)
@@ -165,8 +175,9 @@ class Recorder(TorchDispatchMode):
                 self._taint(target, origins)
         if written and any(storage_id(t) in self.created.live or storage_id(t) in self.targets for t in written):
             return args[0]
-        if func is aten._to_copy.default and origins:
-            kwargs = {**kwargs, "device": args[0].device, "pin_memory": False}  # there is no data to put on a device
+        if func is aten._to_copy.default and (origins or not args[0].is_meta):
+            # A tensor without data can't be put on a device, and a table with data must not lose it on the way to meta.
+            kwargs = {**kwargs, "device": args[0].device, "pin_memory": False}
         try:
             result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
@@ -188,13 +199,16 @@ class Recorder(TorchDispatchMode):
                 parts = self._joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), result.dtype, stacked=False)
             elif func is aten.stack.default:
                 parts = self._joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), result.dtype, stacked=True)
+            elif func is aten.index.Tensor:
+                parts = self._indexed(args[0], args[1], result)
             image = None if parts is None else _image(result, parts)
             if image is not None:
                 self.images[storage_id(result)] = image
                 self._kept.append(result)
                 return
+        seen = {storage_id(t) for t in _tensors((args, kwargs))}
         for tensor in _tensors(result):
-            if storage_id(tensor) not in self.sources:
+            if storage_id(tensor) not in seen:  # else a view by another name, such as _unsafe_view
                 self._taint(tensor, origins)
 
     def _joined(self, tensors: Sequence[torch.Tensor], dim: int, dtype: torch.dtype, *, stacked: bool) -> list[Part] | None:
@@ -212,6 +226,27 @@ class Recorder(TorchDispatchMode):
                 return None
             parts += found
             at += tensor.shape[dim]
+        return parts
+
+    def _indexed(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], result: torch.Tensor) -> list[Part] | None:
+        """Parts of `tensor` indexed along one dimension by a table of integers, such as the experts of this rank."""
+        used = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+        if len(used) != 1 or used[0][1].is_meta or used[0][1].dim() != 1 or used[0][1].dtype == torch.bool:
+            return None
+        axis, table = used[0][0], used[0][1].tolist()
+        parts: list[Part] = []
+        at = 0
+        while at < len(table):
+            run = 1
+            while at + run < len(table) and table[at + run] == table[at] + run:
+                run += 1
+            first = table[at] % tensor.shape[axis]
+            view = tensor.narrow(axis, first, run)
+            found = self._parts(view, [at if i == axis else 0 for i in range(view.dim())], result.dtype)
+            if found is None:
+                return None
+            parts += found
+            at += run
         return parts
 
     def _parts(self, view: torch.Tensor, shift: Sequence[int], dtype: torch.dtype) -> list[Part] | None:
