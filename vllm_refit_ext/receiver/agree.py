@@ -36,11 +36,12 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """How a round ended. `missing`: ranks that had not answered when `by` gave up; `go` otherwise."""
+    """How a round ended: `go`, or rank `by` gave up after `waited_s` seconds while `missing` had not answered."""
 
     go: bool
     by: int = 0
     missing: list[int] = []
+    waited_s: float = 0.0
 
 
 class Exchange:
@@ -122,22 +123,18 @@ def agree(view: WorkerView, phase: str, value: bytes | None, error: RefitError |
     ranks = range(view.world_size)
     keys = [f"{key}/{rank}" for rank in ranks]
 
-    def post_and_wait(store: Any) -> bool:
+    def play(store: Any) -> tuple[Verdict, list[bytes]]:
         store.set(keys[view.rank], msgspec.msgpack.encode(answer))
-        return _wait(store, keys, deadline)
-
-    def decide(store: Any, complete: bool) -> Verdict:
+        complete = _wait(store, keys, deadline) and time.monotonic() <= deadline
         missing = [] if complete else [rank for rank in ranks if not store.check([keys[rank]])]
-        mine = Verdict(go=complete, by=view.rank, missing=missing)
-        return msgspec.msgpack.decode(store.compare_set(f"{key}/verdict", "", msgspec.msgpack.encode(mine)), type=Verdict)
+        mine = msgspec.msgpack.encode(Verdict(complete, view.rank, missing, deadline_s))
+        verdict = msgspec.msgpack.decode(store.compare_set(f"{key}/verdict", "", mine), type=Verdict)
+        return verdict, [store.get(keys[rank]) for rank in ranks if rank not in verdict.missing]
 
-    # the exchange itself may be at its deadline when it has to say so; grace lets it write the verdict
-    grace = deadline + max(1.0, 0.1 * deadline_s)
     try:
-        complete = exchange.call(post_and_wait, grace) and time.monotonic() <= deadline
-        verdict = exchange.call(lambda store: decide(store, complete), grace)
+        # the round may be at its deadline when it has to say so; the second more lets it write the verdict
+        verdict, raw = exchange.call(play, deadline + max(1.0, 0.1 * deadline_s))
         present = [rank for rank in ranks if rank not in verdict.missing]
-        raw = exchange.call(lambda store: [store.get(keys[rank]) for rank in present], grace + 1.0)
     except RefitError as unreachable:
         raise _merge([*([error] if error else []), unreachable], view.rank) from error
     except Exception as broken:
@@ -152,7 +149,7 @@ def agree(view: WorkerView, phase: str, value: bytes | None, error: RefitError |
         kind="DeadlineError",
         problems=[
             Problem(
-                f"no answer in phase {phase!r} within {deadline_s:g} s",
+                f"no answer in phase {phase!r} within {verdict.waited_s:g} s",
                 "rank " + ", ".join(map(str, verdict.missing)) if verdict.missing else f"rank {verdict.by}",
                 "nothing" if verdict.missing else "all answers, after the deadline",
                 "an answer of every rank",

@@ -20,7 +20,7 @@ from vllm_refit_ext.receiver.worker_view import WorkerView
 
 
 class Reload(msgspec.Struct, frozen=True):
-    """What a reload did: `tensors` and `bytes` taken from the iterator; `untouched`, layers that got none of their tensors."""
+    """What a reload did: `tensors` and `bytes` taken from the iterator; `untouched`, layers with parameters that got none."""
 
     tensors: int
     bytes: int
@@ -65,7 +65,7 @@ def reload_weights(view: WorkerView, tensors: Iterable[tuple[str, torch.Tensor]]
     addresses = _addresses(model)
     feed = _Feed(tensors)
     with set_current_vllm_config(view.vllm_config), torch.device(view.device), torch.no_grad(), _zeroed_padding():
-        _rebuild_cpu_experts(view)
+        kernels = _forget_cpu_kernels(view)
         layerwise.initialize_layerwise_reload(model)
         open_layers = {layer for layer in model.modules() if layerwise.get_layerwise_info(layer).can_load()}
         try:
@@ -74,12 +74,16 @@ def reload_weights(view: WorkerView, tensors: Iterable[tuple[str, torch.Tensor]]
         except Exception as error:
             wrote = bool(_direct(feed.seen)) or any(not layerwise.get_layerwise_info(layer).can_load() for layer in open_layers)
             recover(view)
+            _restore_cpu_kernels(kernels)
             raise _explain(error, feed, wrote) from error
         try:
             layerwise.finalize_layerwise_reload(model, view.vllm_config.model_config)
+            _restore_cpu_kernels(kernels)
+            _pack_tied_on_cpu(view, untouched)
             _check_in_place(model, addresses)
         except Exception as error:
             recover(view)
+            _restore_cpu_kernels(kernels)
             raise _explain(error, feed, wrote=True) from error
     if hasattr(view.model_runner, "reset_lora_state"):
         view.model_runner.reset_lora_state()
@@ -120,7 +124,9 @@ def _check_complete(model: torch.nn.Module, feed: _Feed, names: Collection[str] 
         if not info.can_load() or not info.load_numel_total:
             continue
         if info.load_numel <= 0:
-            untouched.append(name)
+            # a layer of buffers alone (rotary tables, ...) has nothing that a checkpoint could fill
+            if any(True for _ in layer.parameters(recurse=False)):
+                untouched.append(name)
         elif info.load_numel < info.load_numel_total and names is None:
             short.append(
                 Problem(
@@ -197,15 +203,42 @@ def _zeroed_padding() -> Iterator[None]:
         meta.materialize_meta_tensor = original
 
 
-def _rebuild_cpu_experts(view: WorkerView) -> None:
-    """Make the CPU's unquantised experts pack again.
+def _forget_cpu_kernels(view: WorkerView) -> list[tuple[Any, Any]]:
+    """Make the CPU's unquantised experts pack again; returns (method, its kernel) of each.
 
     Since 0.30 they pack on their first post-load step only, so a reload would leave raw weights in a packed buffer and answer
     wrongly without an error. A method object without a kernel packs.
     """
+    forgotten: list[tuple[Any, Any]] = []
+    for module in view.model.modules() if view.device.type == "cpu" else ():
+        method: Any = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and getattr(method, "moe_kernel", None) is not None:
+            forgotten.append((method, method.moe_kernel))
+            method.moe_kernel = None
+    return forgotten
+
+
+def _restore_cpu_kernels(forgotten: list[tuple[Any, Any]]) -> None:
+    """Give experts that were not loaded their kernel back; their packed weights are the old ones."""
+    for method, kernel in forgotten:
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+
+
+def _pack_tied_on_cpu(view: WorkerView, untouched: list[str]) -> None:
+    """Pack tied layers again on a CPU.
+
+    A tied output layer shares the embedding's parameter, so the reload counts it as untouched; but what a CPU multiplies with is a
+    packed copy of its own.
+    """
     if view.device.type != "cpu":
         return
-    for module in view.model.modules():
-        method = getattr(module, "quant_method", None)
-        if type(method).__name__ == "UnquantizedFusedMoEMethod" and hasattr(method, "moe_kernel"):
-            method.moe_kernel = None
+    shared: dict[int, list[str]] = {}
+    for name, parameter in view.model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    for name in untouched:
+        layer = view.model.get_submodule(name)
+        tied = any(len(shared[id(parameter)]) > 1 for parameter in layer.parameters(recurse=False))
+        method: Any = getattr(layer, "quant_method", None)
+        if tied and hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading(layer)
