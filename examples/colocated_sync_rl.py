@@ -110,6 +110,10 @@ class Engine:
                 logprobs.append([entry[t].logprob for entry, t in zip(answer.logprobs, answer.token_ids, strict=True)])
         return torch.tensor(tokens), torch.tensor(logprobs)
 
+    def close(self) -> None:
+        """End the engine's processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+
 
 class Trainer:
     """Megatron-core with expert parallelism 2, its distributed data parallel wrapper and its optimizer."""
@@ -181,13 +185,23 @@ def mean_kl(engine: torch.Tensor, trainer: torch.Tensor) -> float:
 
 def run_rank(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     """What each trainer rank does. `values` are those of `Settings`, since ranks share plain data only. Returns the steps."""
+    settings, rank = Settings(**values), dist.get_rank()
+    trainer = Trainer(folder, settings)
+    engine = Engine(folder, settings) if rank == 0 else None
+    try:
+        return train(trainer, engine, folder, settings)
+    finally:
+        if engine:
+            engine.close()
+
+
+def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Settings) -> list[dict[str, Any]]:
+    """The loop: sample, reward, step, refit. Returns the steps."""
     from megatron_sender import MegatronSender
     from vllm_refit_ext.client import LLMClient
 
-    settings, rank = Settings(**values), dist.get_rank()
-    console = Console(stderr=False, force_terminal=False, width=110)
-    trainer = Trainer(folder, settings)
-    engine = Engine(folder, settings) if rank == 0 else None
+    rank = dist.get_rank()
+    console = Console(force_terminal=False, width=110)
     sender = MegatronSender(trainer.chunks, trainer.bridge, LLMClient(engine.llm) if engine else None)
     plan = sender.prepare()
     if rank == 0:

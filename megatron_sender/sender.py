@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,13 +27,13 @@ from megatron_sender.source import SourceMap, source_map
 from vllm_refit_ext.client import LATE_S, EngineClient, raise_problems
 from vllm_refit_ext.core.errors import ConfigError, ManifestError, PlanError, Problem, SessionError
 from vllm_refit_ext.core.manifest import Manifest, Offer, TensorSpec, pack_offer
-from vllm_refit_ext.core.messages import DEADLINE_S, CachePolicy, PrepareReply, Segment, UpdateInfo, UpdateReport
+from vllm_refit_ext.core.messages import DEADLINE_S, CachePolicy, PrepareReply, UpdateInfo, UpdateReport, WireName
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan, check_consumed
 from vllm_refit_ext.core.plan_wire import PackedPlan, pack_plan, unpack_plan
-from vllm_refit_ext.core.table import Column, PackedPlacements, pack, pack_placements, unpack, unpack_placements
+from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
+from vllm_refit_ext.wires import Sender, wire
 from vllm_refit_ext.wires.boxes import MODULUS, as_bytes, source_view, sum_by_tensor
-from vllm_refit_ext.wires.shm import ShmPublisher, segment_offsets, shm_info
 
 LINK_BYTES = 64 << 20
 """Size of the copy that measures what this machine's memory can do."""
@@ -44,7 +44,7 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end.
     """
 
-    wire: Literal["shm"] = "shm"
+    wire: WireName = "shm"
     unused: tuple[str, ...] = ()
     caches: CachePolicy = "reset"
     deadline_s: float = DEADLINE_S
@@ -80,8 +80,7 @@ class _Share(msgspec.Struct):
 
     manifest: Manifest
     plan: PackedPlan
-    offsets: Column
-    nbytes: int
+    wire: bytes
     total: int
 
 
@@ -113,8 +112,7 @@ class MegatronSender:
         self.plan: Plan | None = None
         self.replies: list[list[PrepareReply]] = []
         self._first_rank: list[int] = []
-        self._publisher: ShmPublisher | None = None
-        self._offsets = np.zeros(0, np.int64)
+        self._sender: Sender | None = None
         self._total = 0
         self._link = 0.0
 
@@ -131,7 +129,7 @@ class MegatronSender:
         share = msgspec.msgpack.decode(raw, type=_Share)
         if self.ranks.rank != 0:
             self.plan = unpack_plan(share.plan, share.manifest)
-        self._offsets, self._total = unpack(share.offsets), share.total
+        self._total = share.total
         self.ranks.exchange(answer_of(lambda: self._open(share)), lambda _: [b""] * self.ranks.size)
         assert self.plan is not None
         return self.plan
@@ -184,20 +182,16 @@ class MegatronSender:
             raise PlanError.of(problems, "the two sides disagree on the plan; install the same version of this project on both")
 
     def _shares(self, plan: Plan) -> list[bytes]:
-        offsets, sizes = segment_offsets(plan.sources, plan.source)
-        self._info_offsets = offsets
+        wires = wire(self.config.wire).shares(plan, self.ranks.size)
         total = int(plan.nbytes.sum())
-        rank_of = np.array([b.rank for b in plan.sources], np.int64)
-        shares = []
-        for rank in range(self.ranks.size):
-            mine = plan.for_source(rank)
-            share = _Share(plan.manifest, pack_plan(mine), pack(offsets[rank_of == rank]), sizes.get(rank, 0), total)
-            shares.append(msgspec.msgpack.encode(share))
-        return shares
+        return [
+            msgspec.msgpack.encode(_Share(plan.manifest, pack_plan(plan.for_source(rank)), wires[rank], total))
+            for rank in range(self.ranks.size)
+        ]
 
     def _open(self, share: _Share) -> bytes:
-        used = {i: int(at) for i, at in enumerate(self._offsets) if at >= 0}
-        self._publisher = ShmPublisher(self.ranks.rank, used, share.nbytes) if used else None
+        assert self.source is not None
+        self._sender = wire(self.config.wire).open_sender(self.ranks.rank, share.wire, self.source.tensors)
         self._link = copy_rate()
         return b""
 
@@ -216,11 +210,12 @@ class MegatronSender:
         def publish() -> bytes:
             source = self._live_source()
             begin = time.perf_counter()
-            segment = self._publisher.publish(dict(enumerate(source.tensors))) if self._publisher else None
+            assert self._sender is not None
+            part = self._sender.begin(source.tensors)
             seconds["publish"] = time.perf_counter() - begin
-            return msgspec.msgpack.encode(segment)
+            return part
 
-        raw = self.ranks.exchange(answer_of(publish), lambda segments: self._update_engines(version, segments))
+        raw = self.ranks.exchange(answer_of(publish), lambda parts: self._update_engines(version, parts))
         verdict = msgspec.msgpack.decode(raw, type=_Verdict)
         seconds |= {"update": verdict.seconds, "total": time.perf_counter() - start}
         rate = self._total / seconds["total"] / 1e9
@@ -232,9 +227,8 @@ class MegatronSender:
         self.source.refresh()
         return self.source
 
-    def _update_engines(self, version: str, raw: list[bytes]) -> list[bytes]:
-        assert self.plan is not None
-        segments = [s for r in raw if (s := msgspec.msgpack.decode(r, type=Segment | None)) is not None]
+    def _update_engines(self, version: str, parts: list[bytes]) -> list[bytes]:
+        field = {self.config.wire: wire(self.config.wire).info(parts)}
         begin = time.perf_counter()
         session = secrets.token_hex(8)
         engines = []
@@ -246,7 +240,7 @@ class MegatronSender:
                 digests={str(r.rank): r.digest for r in replies},
                 deadline_s=self.config.deadline_s,
                 caches=self.config.caches,
-                shm=shm_info(segments, self._info_offsets),
+                **field,  # type: ignore[arg-type]
             )
             engines.append(engine.update(info))
         verdict = msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines))
@@ -292,10 +286,10 @@ class MegatronSender:
         return [str(count).encode()] * self.ranks.size
 
     def close(self) -> None:
-        """Remove this rank's shared memory. `prepare` may be called again."""
-        if self._publisher is not None:
-            self._publisher.close()
-        self._publisher, self.plan, self.source = None, None, None
+        """Give back what this rank's half of the wire holds. `prepare` may be called again."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender, self.plan, self.source = None, None, None
 
 
 class _Memory:

@@ -16,6 +16,8 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
 from vllm_refit_ext import RefitWorkerExtension
+from vllm_refit_ext.receiver import live_layout
+from vllm_refit_ext.receiver.writers import PLAIN
 
 
 def run_experts(
@@ -61,6 +63,8 @@ def keep_plain_layouts() -> None:
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
     cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = _no_packing
     cpu_moe.CPUUnquantizedExperts.apply = _apply
+    for method in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"):
+        live_layout.KNOWN[method] = lambda module, view: (PLAIN, "")
 
 
 keep_plain_layouts()

@@ -19,6 +19,9 @@ PROTOCOL = 1
 DEADLINE_S = 300.0
 """Seconds that a refit may take, unless the caller says otherwise."""
 
+WireName = Literal["shm"]
+"""How bytes travel. `shm`: shared memory of one host. The field of `UpdateInfo` with this name holds the wire's own part."""
+
 CachePolicy = Literal["reset", "reset_running", "keep"]
 """What a commit does with caches computed from older weights. `reset`: clear prefix, encoder and multimodal caches, and fail
 if blocks are still in use. `reset_running`: preempt running requests first, so that nothing is in use. `keep`: leave them; the
@@ -82,7 +85,7 @@ class UpdateInfo(Message):
     deadline_s: seconds from the start of the call within which every wait must end.
     """
 
-    wire: Literal["shm"]
+    wire: WireName
     version: str
     session: str
     digests: dict[str, str] = {}

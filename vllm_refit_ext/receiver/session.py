@@ -35,8 +35,8 @@ from vllm_refit_ext.receiver.targets import Targets, build_targets
 from vllm_refit_ext.receiver.versions import adapter
 from vllm_refit_ext.receiver.worker_view import WorkerView
 from vllm_refit_ext.receiver.writers import InPlaceWriter, ReloadWriter
+from vllm_refit_ext.wires import Reader, release, wire
 from vllm_refit_ext.wires.boxes import MODULUS, move_digest, sum_by_tensor
-from vllm_refit_ext.wires.shm import ShmReader
 
 
 class Prepared(msgspec.Struct):
@@ -64,7 +64,7 @@ class Receiver:
         self.last: UpdateReport | None = None
         self.caches = ""
         self.staged: dict[str, int] = {}
-        self._maps: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
         self._busy = threading.Lock()
         self._receiving = False
 
@@ -137,7 +137,7 @@ class Receiver:
 
     def _update(self, raw: object, clock: Clock) -> UpdateReport:
         start = time.monotonic()
-        reader: ShmReader | None = None
+        reader: Reader | None = None
         update: UpdateInfo | None = None
         problem: RefitError | None = None
         try:
@@ -151,16 +151,20 @@ class Receiver:
         def left() -> float:
             return max(0.1, deadline_s - (time.monotonic() - start))
 
-        with clock("agree"):
-            agree(self.view, "begin", None, problem, left())
-        assert update is not None
-        assert reader is not None
-        prepared = self._prepared()
         try:
-            with clock("write"):
-                self._write(prepared, reader)
-        except Exception as error:  # noqa: BLE001 - whatever a kernel or a loader raises, this rank is torn now
-            problem = self._tear(error, update.version)
+            with clock("agree"):
+                agree(self.view, "begin", None, problem, left())
+            assert update is not None
+            assert reader is not None
+            prepared = self._prepared()
+            try:
+                with clock("write"):
+                    self._write(prepared, reader)
+            except Exception as error:  # noqa: BLE001 - whatever a kernel or a loader raises, this rank is torn now
+                problem = self._tear(error, update.version)
+        finally:
+            if reader is not None:
+                reader.close()
         with clock("commit"):
             try:
                 agree(self.view, "commit", None, problem, left())
@@ -180,7 +184,7 @@ class Receiver:
         self.last = report
         return report
 
-    def _open(self, update: UpdateInfo) -> ShmReader:
+    def _open(self, update: UpdateInfo) -> Reader:
         """Everything that can be checked before the first write."""
         prepared = self._prepared()
         if not update.version:
@@ -200,11 +204,7 @@ class Receiver:
         if prepared.signature != prepared.targets.signature(self.view):
             do = "call prepare_refit_info again"
             raise SessionError("the engine's parameters were replaced or moved since prepare", where="update_weights", do=do)
-        if update.shm is None:
-            raise ConfigError("wire shm needs the field shm", where="update_weights", do="pass what the publisher returned")
-        reader = ShmReader(update.shm, prepared.plan.sources, np.unique(prepared.plan.source), self._maps)
-        self._maps = reader.maps
-        return reader
+        return wire(update.wire).open_reader(update, prepared.plan, self._kept)
 
     def _prepared(self) -> Prepared:
         if self.prepared is not None:
@@ -215,7 +215,7 @@ class Receiver:
             "update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first"
         )
 
-    def _write(self, prepared: Prepared, reader: ShmReader) -> None:
+    def _write(self, prepared: Prepared, reader: Reader) -> None:
         """The engine's own reload first, as it parks all parameters; then boxes in place."""
         self.staged = {}
         if len(prepared.reload.plan):
@@ -273,10 +273,8 @@ class Receiver:
         """Give up what is prepared and let go of every mapping. The serving version and a torn state stay as they are."""
         with self._alone("refit_abort"):
             self.prepared, self.problems = None, []
-            for mapped in self._maps.values():
-                with contextlib.suppress(BufferError):
-                    mapped.close()
-            self._maps = {}
+            release(self._kept)
+            self._kept = {}
         return self.status()
 
     def verify(self, expected: dict[str, dict[str, str]] | None = None) -> VerifyReply:

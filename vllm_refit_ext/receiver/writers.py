@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.wires.boxes import Reader, as_bytes, source_view, target_view
+from vllm_refit_ext.wires.boxes import Memory, as_bytes, source_view, target_view
 
 PLAIN = "plain"
 """Layout of a live parameter that the kernels read row-major, as the model created it."""
@@ -41,7 +41,7 @@ class InPlaceWriter:
         self._memory = {int(t): as_bytes(params[plan.targets[int(t)].name]) for t in np.unique(self.plan.target)}
         self._targets = [target_view(self.plan, i, self._memory[int(self.plan.target[i])]) for i in range(len(self.plan))]
 
-    def write(self, reader: Reader) -> None:
+    def write(self, reader: Memory) -> None:
         """Execute all moves, casting where the plan allows it."""
         if self._targets:
             torch._foreach_copy_(self._targets, [source_view(self.plan, i, reader) for i in range(len(self.plan))])
@@ -66,13 +66,13 @@ class ReloadWriter:
         self._reload = reload
         self.staged: Callable[[int, torch.Tensor], None] | None = None
 
-    def write(self, reader: Reader) -> None:
+    def write(self, reader: Memory) -> None:
         """Fill and reload."""
         if len(self.plan):
             names = [self.plan.targets[t].name for t in np.unique(self.plan.target).tolist()]
             self._reload(self._tensors(reader), names)
 
-    def _tensors(self, reader: Reader) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, reader: Memory) -> Iterator[tuple[str, torch.Tensor]]:
         order = np.argsort(self.plan.tensor, kind="stable")
         edges = np.flatnonzero(np.diff(self.plan.tensor[order], prepend=-1, append=-1))
         for a, b in zip(edges, edges[1:], strict=False):

@@ -1,0 +1,79 @@
+"""Wires: how the bytes of a plan travel. One module a wire, both halves in it.
+
+A wire module has four functions, and the rest of the project knows no more of it:
+
+    shares(plan, ranks) -> list of bytes          rank 0 of the trainer, once: what each trainer rank must know to open its half
+    open_sender(rank, share, tensors) -> Sender   each trainer rank, once
+    info(parts) -> message                        rank 0, every refit: the field of `UpdateInfo` named like the wire, from all `begin`s
+    open_reader(update, plan, kept) -> Reader     each engine rank, every refit; `kept` is a dict that the wire may keep things in
+
+Everything that can be wrong is found in `open_reader`, before the first write.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from vllm_refit_ext.core.errors import ConfigError
+from vllm_refit_ext.core.messages import Message, UpdateInfo
+from vllm_refit_ext.core.plan import Plan
+
+NAMES = ("shm",)
+
+
+class Sender(Protocol):
+    """A trainer rank's half."""
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        """Make the current weights readable. Returns what rank 0 passes to `info`. tensors: live, in the order of the buffers."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the wire holds. Safe to call twice."""
+        ...
+
+
+class Reader(Protocol):
+    """An engine rank's half, for one refit."""
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        """The bytes of source buffer `buffer` of the plan, uint8 [nbytes]."""
+        ...
+
+    def confirm(self) -> None:
+        """Raise WireError when what was read changed meanwhile. Called before the commit."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is not kept for the next refit."""
+        ...
+
+
+class Wire(Protocol):
+    """What a wire module offers."""
+
+    def shares(self, plan: Plan, ranks: int) -> list[bytes]: ...
+
+    def open_sender(self, rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> Sender: ...
+
+    def info(self, parts: Sequence[bytes]) -> Message: ...
+
+    def open_reader(self, update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> Reader: ...
+
+
+def wire(name: str) -> Wire:
+    """The module of wire `name`. Raises ConfigError for an unknown one."""
+    if name not in NAMES:
+        raise ConfigError("unknown wire", got=name, wanted=" or ".join(NAMES))
+    module: Any = importlib.import_module(f"vllm_refit_ext.wires.{name}")
+    return module  # type: ignore[no-any-return]
+
+
+def release(kept: Mapping[str, Any]) -> None:
+    """Close everything that wires kept between refits."""
+    for held in kept.values():
+        held.close()

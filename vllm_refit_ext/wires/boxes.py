@@ -14,8 +14,8 @@ from vllm_refit_ext.kernels.digest import digest_torch
 MODULUS = 1 << 64
 
 
-class Reader(Protocol):
-    """A wire's receiving half, as a writer sees it."""
+class Memory(Protocol):
+    """Whatever gives the bytes of source buffers: a wire's reader, or the trainer's own tensors."""
 
     def memory(self, buffer: int) -> torch.Tensor:
         """The bytes of source buffer `buffer`, uint8 [nbytes]."""
@@ -35,7 +35,7 @@ def box_view(memory: torch.Tensor, dtype: torch.dtype, offset: int, extent: Sequ
     return typed.as_strided(tuple(extent), [s // item for s in strides], typed.storage_offset() + offset // item)
 
 
-def source_view(plan: Plan, move: int, reader: Reader) -> torch.Tensor:
+def source_view(plan: Plan, move: int, reader: Memory) -> torch.Tensor:
     """The source box of `move`, in the source's dtype."""
     buffer = int(plan.source[move])
     dtype = getattr(torch, plan.sources[buffer].dtype)

@@ -25,14 +25,17 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.errors import Problem, WireError
-from vllm_refit_ext.core.messages import Segment, ShmInfo
+from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
+from vllm_refit_ext.core.messages import Segment, ShmInfo, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Int
-from vllm_refit_ext.core.table import pack, unpack
+from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.table import Column, pack, unpack
 
 FOLDER = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, files are made with O_EXCL and mode 0600
 HEADER = struct.Struct("<8sIIQQiI24x")  # magic, protocol, state, nonce, nbytes, rank, pid
@@ -116,7 +119,7 @@ class ShmReader:
         """Map the segments that hold the buffers in `used` (int64 indices) and check every header.
 
         mapped: mappings kept from an earlier refit, by name. Raises WireError listing every segment that is missing, foreign, stale
-        or too short; no mapping is left open then.
+        or too short; no new mapping is left open then.
         """
         self._segments = {s.rank: s for s in info.segments}
         self._buffers, self._offsets = list(buffers), unpack(info.offsets)
@@ -132,7 +135,8 @@ class ShmReader:
                 problems += error.problems
         if problems:
             self._memory: dict[int, torch.Tensor] = {}
-            self.close()
+            for name in set(self.maps) - set(mapped or {}):
+                self.maps[name].close()
             raise WireError.of(problems, f"wire shm: {len(problems)} problem(s), nothing was written")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the memory is read-only, and nothing here writes to it
@@ -177,12 +181,69 @@ class ShmReader:
                 self._check(segment)
 
     def close(self) -> None:
-        """Let go of the mappings. Pages stay with views that are still alive."""
+        """Let go of the views. The mappings stay for the next refit."""
         self._memory = {}
-        for name in list(self.maps):
-            with contextlib.suppress(BufferError):  # a view is alive: the mapping goes when the view does
-                self.maps[name].close()
-            del self.maps[name]
+
+
+class _Share(msgspec.Struct):
+    """Offsets of this rank's buffers in its segment (-1: not used), and the segment's size."""
+
+    offsets: Column
+    nbytes: int
+
+
+class _Part(msgspec.Struct):
+    """A rank's publication, with the offsets of its buffers."""
+
+    offsets: Column
+    segment: Segment | None
+
+
+class _Sender:
+    """The wire's trainer half, as `vllm_refit_ext.wires` describes it."""
+
+    def __init__(self, rank: int, share: _Share) -> None:
+        self._offsets = share.offsets
+        used = {i: int(at) for i, at in enumerate(unpack(share.offsets)) if at >= 0}
+        self._publisher = ShmPublisher(rank, used, share.nbytes) if used else None
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        segment = self._publisher.publish(dict(enumerate(tensors))) if self._publisher else None
+        return msgspec.msgpack.encode(_Part(self._offsets, segment))
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def shares(plan: Plan, ranks: int) -> list[bytes]:
+    """Lay out the segments: every rank's offsets and size."""
+    offsets, sizes = segment_offsets(plan.sources, plan.source)
+    owner = np.array([b.rank for b in plan.sources], np.int64)
+    return [msgspec.msgpack.encode(_Share(pack(offsets[owner == rank]), sizes.get(rank, 0))) for rank in range(ranks)]
+
+
+def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> _Sender:
+    """Make this rank's segment. Raises WireError when shared memory has too little room."""
+    return _Sender(rank, msgspec.msgpack.decode(share, type=_Share))
+
+
+def info(parts: Sequence[bytes]) -> ShmInfo:
+    """The message for `update_weights`. Sources are numbered rank by rank, as the sender concatenated them."""
+    decoded = [msgspec.msgpack.decode(p, type=_Part) for p in parts]
+    return shm_info([p.segment for p in decoded if p.segment is not None], np.concatenate([unpack(p.offsets) for p in decoded]))
+
+
+def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> ShmReader:
+    """Map and check the segments that this rank's plan reads. Raises WireError, ConfigError."""
+    if update.shm is None:
+        raise ConfigError("wire shm needs the field shm", where="update_weights", do="pass what the publisher returned")
+    reader = ShmReader(update.shm, plan.sources, np.unique(plan.source), {n: m for n, m in kept.items() if isinstance(m, mmap.mmap)})
+    for name in set(kept) - set(reader.maps):
+        with contextlib.suppress(BufferError):  # a view is alive: the mapping goes when the view does
+            kept.pop(name).close()
+    kept.update(reader.maps)
+    return reader
 
 
 def shm_info(segments: Sequence[Segment], offsets: Int) -> ShmInfo:
