@@ -116,7 +116,7 @@ def as_worker(vllm_config: Any, rank: int) -> Iterator[None]:
 
 def _silent_group(kind: type[Any], name: str, ranks: list[int], rank: int) -> Any:
     """A GroupCoordinator that knows its place and holds no process group."""
-    group = kind.__new__(kind)
+    group: Any = object.__new__(kind)
     group.unique_name = f"offline:{name.strip('_').lower()}"
     group.rank, group.local_rank, group.device_index = rank, 0, 0
     group.ranks, group.world_size, group.rank_in_group = ranks, len(ranks), ranks.index(rank)

@@ -45,6 +45,7 @@ class Image(msgspec.Struct, frozen=True):
     """A tensor that the loader made by copying. `shape` is that of its storage, row-major; the parts may leave gaps."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
     parts: tuple[Part, ...]
 
 
@@ -82,7 +83,8 @@ class ValueReadError(Exception):
 class Recorder(TorchDispatchMode):
     """Records what a loader does with `sources` (checkpoint tensors, on meta) in a model that holds `created`.
 
-    After the loader ran: `events` in order, and `computed`: source index -> what was done to it that is not a copy.
+    After the loader ran: `events` in order; `computed`: source index -> what was done to it that is not a copy; `zeroed`:
+    sources that the loader cleared before it copied them.
     """
 
     def __init__(self, created: Created, sources: Sequence[torch.Tensor]) -> None:
@@ -96,6 +98,7 @@ class Recorder(TorchDispatchMode):
         self.target_names = list(created.tensors)
         self.events: list[Copy | Write] = []
         self.computed: dict[int, str] = {}
+        self.zeroed: set[int] = set()  # a loader may clear a tensor that another rank adds, such as a bias before a sum
         self.images: dict[int, Image] = {}
         self.taints: dict[int, frozenset[int]] = {}
         self.writers: dict[int, set[int]] = {}
@@ -126,8 +129,8 @@ class Recorder(TorchDispatchMode):
             if isinstance(now, torch.Tensor):
                 origins |= self._origins(storage_id(now))
             self._blame(origins, f"the loader replaces {name} instead of writing it")
-            dims = tuple((n, 0, s) for n, s in zip(self.shapes[index], row_major(self.shapes[index]), strict=True))
-            self.events.append(Write(index, 0, dims, "replaced", origins))
+            at, dims = self._region(twin, index)
+            self.events.append(Write(index, at, dims, "replaced", origins))
         for path, module in model.named_modules():
             for name, value in [*module._parameters.items(), *module._buffers.items(), *module.__dict__.items()]:
                 for tensor in _tensors(value if name not in NN_TABLES else None):
@@ -140,7 +143,10 @@ class Recorder(TorchDispatchMode):
         index = self.targets.get(into)
         if index is None:
             if into in self.created.live or into in self.sources:
-                self._blame(self._origins(of), f"copied into {self._whose(into)}, which is not a parameter as created")
+                self._blame(
+                    self._origins(of) | self._origins(into),
+                    f"copied into {self._whose(into)}, which is not a parameter as created",
+                )
             elif self._origins(of) or target.is_meta or source.is_meta:
                 self._taint(target, self._origins(of) | self._origins(into))
             else:
@@ -149,7 +155,13 @@ class Recorder(TorchDispatchMode):
         origin, image = self.sources.get(of, -1), self.images.get(of)
         if source.shape != target.shape:
             source = source.expand(target.shape)
-        if origin < 0 and image is None:
+        if origin in self.zeroed:
+            at, steps = self._region(target, index)
+            self.events.append(Write(index, at, steps, "zeros", frozenset()))
+            return target
+        seen = self.source_tensors[origin].dtype if image is None else image.dtype
+        resized = source.dtype.itemsize != seen.itemsize or target.dtype.itemsize != self.dtypes[index].itemsize
+        if (origin < 0 and image is None) or resized:
             self._write(target, "copy_", self._origins(of) - {-1})
             return target
         dims = tuple(zip(target.shape, source.stride(), target.stride(), strict=True))
@@ -169,6 +181,14 @@ class Recorder(TorchDispatchMode):
             key = storage_id(target)
             if key in self.targets:
                 self._target_write(func, target, args, kwargs, origins)
+            elif (
+                key in self.sources
+                and func is aten.zero_.default
+                and target.numel() == self.source_tensors[self.sources[key]].numel()
+            ):
+                self.zeroed.add(self.sources[key])
+            elif key in self.sources:
+                self._blame(origins | self._origins(key), f"{_op(func)} changes the checkpoint tensor itself")
             elif key in self.created.live:
                 self._blame(origins, f"{_op(func)} writes {self._whose(key)}, which is not a parameter as created")
             else:
@@ -256,11 +276,13 @@ class Recorder(TorchDispatchMode):
         key = storage_id(view)
         shape = tuple(view.shape)
         origin, image = self.sources.get(key, -1), self.images.get(key)
+        if origin in self.zeroed:
+            return None
         if origin >= 0 and view.dtype == self.source_tensors[origin].dtype:
-            found = [Part((0,) * view.dim(), shape, origin, view.storage_offset(), view.stride())]
-        elif image is not None:
+            found = [Part((0,) * view.dim(), shape, origin, int(view.storage_offset()), view.stride())]
+        elif image is not None and view.dtype == image.dtype:
             at = row_major(shape)
-            seen = through(image, view.storage_offset(), tuple(zip(shape, view.stride(), at, strict=True)))
+            seen = through(image, int(view.storage_offset()), tuple(zip(shape, view.stride(), at, strict=True)))
             if seen is None:
                 return None
             found = []
@@ -298,19 +320,26 @@ class Recorder(TorchDispatchMode):
     def _note_scalar(self, target: torch.Tensor, source: int) -> None:
         """A value read from a source of one element was written here, unchanged."""
         index = self.targets[storage_id(target)]
-        dims = tuple((n, 0, s) for n, s in zip(target.shape, target.stride(), strict=True))
+        at, dims = self._region(target, index)
         dtype = self.source_tensors[source].dtype
         self.computed.pop(source, None)
         self.writers.setdefault(index, set()).add(source)
-        self.events.append(Copy(index, source, None, target.storage_offset(), 0, dims, dtype, target.dtype))
+        self.events.append(Copy(index, source, None, at, 0, dims, dtype, target.dtype))
 
     def _write(self, target: torch.Tensor, op: str, origins: frozenset[int]) -> None:
         index = self.targets[storage_id(target)]
-        dims = tuple((n, 0, s) for n, s in zip(target.shape, target.stride(), strict=True))
+        at, dims = self._region(target, index)
         if origins:
             self._blame(origins, f"{op} on {self.target_names[index]} is computed, not copied")
             self.writers.setdefault(index, set()).update(origins)
-        self.events.append(Write(index, target.storage_offset(), dims, op, origins))
+        self.events.append(Write(index, at, dims, op, origins))
+
+    def _region(self, target: torch.Tensor, index: int) -> tuple[int, tuple[Dim, ...]]:
+        """The first element and the steps of a view of parameter `index`; all of it where elements of another size are seen."""
+        if target.dtype.itemsize != self.dtypes[index].itemsize:
+            shape = self.shapes[index]
+            return 0, tuple((n, 0, s) for n, s in zip(shape, row_major(shape), strict=True))
+        return int(target.storage_offset()), tuple((n, 0, s) for n, s in zip(target.shape, target.stride(), strict=True))
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
         key = storage_id(tensor)
@@ -387,15 +416,16 @@ def through(image: Image, start: int, dims: Sequence[Dim]) -> list[tuple[int, in
 
 def _image(result: torch.Tensor, parts: Iterable[Part]) -> Image | None:
     """The image of a new tensor, in the order of its own storage; None if the storage is not dense."""
-    order = sorted(range(result.dim()), key=lambda i: (-result.stride(i), i))
+    strides = result.stride()
+    order = sorted(range(result.dim()), key=lambda i: (-strides[i], i))
     shape = tuple(result.shape[i] for i in order)
-    if any(n > 1 and result.stride(i) != s for i, n, s in zip(order, shape, row_major(shape), strict=True)):
+    if any(n > 1 and strides[i] != s for i, n, s in zip(order, shape, row_major(shape), strict=True)):
         return None
 
     def turn(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values[i] for i in order)
 
-    return Image(shape, tuple(Part(turn(p.lo), turn(p.hi), p.source, p.offset, turn(p.strides)) for p in parts))
+    return Image(shape, result.dtype, tuple(Part(turn(p.lo), turn(p.hi), p.source, p.offset, turn(p.strides)) for p in parts))
 
 
 def _op(func: Any) -> str:

@@ -208,7 +208,12 @@ def build(
                 sorter.compute(region.sources, f"its copy into {recorder.target_names[event.target]} needs {error}")
     rows = [row for row in rows if row[0] not in sorter.computed]
     placed = {row[0] for row in rows}
-    dropped = {i: sorter.overwritten.get(i, "") for i in range(len(names)) if i not in placed and i not in sorter.computed}
+    cleared = dict.fromkeys(recorder.zeroed, "the loader puts zeros in its place on this rank")
+    dropped = {
+        i: sorter.overwritten.get(i, cleared.get(i, ""))
+        for i in range(len(names))
+        if i not in placed and i not in sorter.computed
+    }
     told = reasons.why_dropped(model, [names[i] for i, reason in dropped.items() if not reason])
     return Routes(
         _placements(rows, recorder, names, shapes, rank),
@@ -256,9 +261,10 @@ def _dtype_problem(sorter: _Sorter, event: Copy, source: int, offered: torch.dty
     """What is wrong with the dtypes of a move; empty if bytes travel as they are or by an allowed cast."""
     owned = sorter.recorder.dtypes[event.target]
     have, want = _name(offered), _name(owned)
-    if event.target_dtype == owned and (event.source_dtype == offered or event.image is not None):
+    seen = offered if event.image is None else event.image.dtype
+    if event.target_dtype == owned and event.source_dtype == seen:
         return "" if have == want or (have, want) in CASTS else f"{have} is converted to {want}"
-    if event.source_dtype != event.target_dtype or not offered.itemsize == event.source_dtype.itemsize == owned.itemsize:
+    if event.source_dtype != event.target_dtype or seen != offered:
         return f"{have} is seen as {_name(event.source_dtype)} and {want} as {_name(event.target_dtype)}"
     if have != want:
         sorter.reinterpreted[source] = have, want
