@@ -72,7 +72,6 @@ class _Description(msgspec.Struct):
     tensors: dict[str, TensorSpec]
     aliases: dict[str, str]
     placements: PackedPlacements
-    checkpoint_names: list[str] | None
 
 
 class _Share(msgspec.Struct):
@@ -140,15 +139,14 @@ class MegatronSender:
         if loose:
             raise ConfigError("tensors of the trainer are not contiguous", where="the source map", got=loose[:5])
         tensors = {name: TensorSpec(shape, dtype) for name, (shape, dtype) in self.source.manifest.items()}
-        names = sorted(self.source.checkpoint_names) if self.source.checkpoint_names is not None else None
-        return msgspec.msgpack.encode(_Description(tensors, self.source.aliases, pack_placements(self.source.placements), names))
+        return msgspec.msgpack.encode(_Description(tensors, self.source.aliases, pack_placements(self.source.placements)))
 
     def _plan_together(self, raw: list[bytes]) -> list[bytes]:
         """On rank 0: offer what all ranks hold, plan with what the engines answer, and cut the plan for the ranks."""
         if not self._engines:
             raise ConfigError("trainer rank 0 needs an engine client", where="MegatronSender", do="pass engine= on rank 0")
         described = [msgspec.msgpack.decode(r, type=_Description) for r in raw]
-        manifest = _merge(described, self.config.unused)
+        manifest = _merge(described)
         sources = concatenate([unpack_placements(d.placements) for d in described])
         sources = Placements.from_rows(sources.buffers, [], list(manifest.tensors)) if not len(sources) else sources
         targets, read = [], set(self.config.unused)
@@ -313,8 +311,8 @@ def copy_rate() -> float:
     return 2 * LINK_BYTES / best / 1e9
 
 
-def _merge(described: list[_Description], unused: tuple[str, ...]) -> Manifest:
-    """One manifest of all ranks. Raises ManifestError where ranks disagree, or nobody offers a name of the checkpoint."""
+def _merge(described: list[_Description]) -> Manifest:
+    """One manifest of all ranks. Raises ManifestError where ranks disagree. What nobody offers, the engine's replies name."""
     tensors: dict[str, TensorSpec] = {}
     aliases: dict[str, str] = {}
     problems = []
@@ -326,13 +324,6 @@ def _merge(described: list[_Description], unused: tuple[str, ...]) -> Manifest:
                 what = "trainer ranks disagree on it"
                 got, wanted = f"{spec.dtype} {list(spec.shape)} on rank {rank}", f"{known.dtype} {list(known.shape)}"
                 problems.append(Problem(what, f"tensor {name!r}", got, wanted))
-    names = next((d.checkpoint_names for d in described if d.checkpoint_names is not None), None)
-    offered = {*tensors, *aliases, *unused}
-    problems += [
-        Problem("it is in the checkpoint, and no trainer rank offers it", f"tensor {name!r}", do="map it in the bridge, or declare it unused")
-        for name in names or []
-        if name not in offered
-    ]
     if problems:
         raise ManifestError.of(problems, f"the trainer's ranks do not add up to a checkpoint: {len(problems)} problem(s)")
     return Manifest(tensors, {a: n for a, n in aliases.items() if a not in tensors and n in tensors})

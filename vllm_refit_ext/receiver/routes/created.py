@@ -151,6 +151,9 @@ def _twin(
         twin.__class__ = template.__class__
         twin.__dict__.update(template.__dict__)
         for key, value in twin.__dict__.items():
+            # A reload that ran before wraps the loaders in the recorded metadata, and the wrappers do nothing outside of one.
+            while getattr(value, "__name__", "") == "online_process_loader":
+                value = twin.__dict__[key] = value.__wrapped__
             # vLLM's recorded metadata holds loaders bound to a placeholder, so that it keeps no layer alive.
             if isinstance(value, types.MethodType) and type(value.__self__) is object:
                 twin.__dict__[key] = types.MethodType(value.__func__, module)
