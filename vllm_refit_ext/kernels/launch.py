@@ -25,7 +25,7 @@ _DTYPES = {
     **{f"int{n}": getattr(tl, f"int{n}") for n in (8, 16, 32, 64)},
     **{f"uint{n}": getattr(tl, f"uint{n}") for n in (8, 16, 32)},
 }
-_KERNELS = {
+KERNELS = {
     "quantize_rows": quantize_rows,
     "quantize_marlin": quantize_marlin,
     "shuffle_rows": shuffle_rows,
@@ -69,4 +69,4 @@ def launch(key: Key, tile: Tile, count: int, table: torch.Tensor, tiles: torch.T
     hardware = not INTERPRETED and torch.cuda.get_device_capability(table.device) >= (8, 9)
     outs = () if name.startswith(("shuffle", "copy")) else (out,)
     with torch.cuda.device(table.device) if table.device.type == "cuda" else nullcontext():
-        _KERNELS[name][(count,)](table, tiles, *outs, **constants(key, tile, hardware), num_warps=tile.warps)
+        KERNELS[name][(count,)](table, tiles, *outs, **constants(key, tile, hardware), num_warps=tile.warps)

@@ -23,8 +23,8 @@ from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.kernels import twin
 from vllm_refit_ext.kernels.memory import Buffer, address_of, extent_of
 from vllm_refit_ext.kernels.moves import CopyMove, DigestMove, QuantizeMove, ShuffleMove
-from vllm_refit_ext.kernels.pack import WIDE, Group, Key, Packer, Touched
-from vllm_refit_ext.kernels.tuning import Tile
+from vllm_refit_ext.kernels.pack import Group, Key, Packer, Touched
+from vllm_refit_ext.kernels.tuning import WIDE, Tile
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -62,10 +62,10 @@ class Table:
         *,
         alignment: Mapping[int, int] | None = None,
         backend: Backend = "auto",
-        tiles: Mapping[str, Tile] | None = None,
+        tiles: Mapping[str, tuple[Tile, ...]] | None = None,
     ) -> None:
         self.moves = list(moves)
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes the current one, with its index
         self.backend = backend if backend != "auto" else ("triton" if self.device.type == "cuda" else "torch")
         self._alignment = dict(alignment or {})
         packer = Packer(self._alignment, tiles or {})
@@ -101,7 +101,9 @@ class Table:
         self._buffers = list(buffers)
         if addresses == self._addresses:
             return
-        self._touched.check(self.moves, buffers, addresses, self._alignment, self.device)
+        # The twins take any alignment of whole elements; the kernels were chosen for the declared one.
+        wide = WIDE if self.backend == "triton" else 1
+        self._touched.check(self.moves, buffers, addresses, self._alignment, self.device, wide)
         bases = torch.tensor(addresses or [0], dtype=torch.int64).to(self.device)
         for launch in self._launches:
             launch.table[:, launch.columns] = launch.template[:, launch.columns] + bases[launch.slots]
@@ -165,6 +167,7 @@ class _Touched:
         addresses: Sequence[int],
         alignment: Mapping[int, int],
         device: torch.device,
+        wide: int,
     ) -> None:
         """Raise LayoutError for memory that the table can't run on."""
         if not len(self.buffer):
@@ -172,7 +175,7 @@ class _Touched:
         if self.buffer.max() >= len(buffers):
             raise LayoutError("a buffer is missing", got=f"{len(buffers)} buffers", wanted=f"{self.buffer.max() + 1}")
         for number in np.unique(self.buffer).tolist():
-            buffer, wanted = buffers[number], alignment.get(number, WIDE)
+            buffer, wanted = buffers[number], min(alignment.get(number, wide), wide)
             where = f"buffer {number}"
             if addresses[number] % wanted:
                 raise LayoutError(

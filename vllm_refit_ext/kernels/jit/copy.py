@@ -1,6 +1,6 @@
 """The copy kernel: strided rectangles to strided rectangles, raw or with a cast, many through one table."""
 
-# Triton's language: constants are upper case and types are its own.
+# Triton's language: constants are upper case, types its own, and branches that return need an else.
 # ruff: noqa: N803, SIM108, SIM300
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

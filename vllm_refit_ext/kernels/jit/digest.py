@@ -1,6 +1,6 @@
 """The digest kernel: `core.digest` over strided content, or over canonical content read out of a layout."""
 
-# Triton's language: constants are upper case and types are its own.
+# Triton's language: constants are upper case, types its own, and branches that return need an else.
 # ruff: noqa: N803, SIM108
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -48,8 +48,8 @@ def digest_tiles(
     BK: tl.constexpr,
 ):
     """Add one BR x BK tile's digest to out[OUT] (int64, wraps). LAYOUT "" reads strided words WORD (uint8, uint16, uint32),
-    column stride 1 when UNIT; otherwise the values of a layout, or its scale bytes when SCALES. ALIGN: bytes that the address, the
-    rows and the box's width are multiples of."""
+    column stride 1 when UNIT; otherwise the values of a layout, or its scale bytes when SCALES. ALIGN: bytes that the
+    address, the rows and the box's width are multiples of."""
     pid = tl.program_id(0)
     row = table + tl.load(tiles + pid).to(tl.int64) * WIDTH
     local = pid - tl.load(row + FIRST_TILE).to(tl.int32)

@@ -1,7 +1,7 @@
 """The quantiser's arithmetic, shared by every kernel that quantises. `core.mxfp8` is the reference for each bit."""
 
-# Triton's language: constants are upper case and types are its own.
-# ruff: noqa: N803, SIM108
+# Triton's language: constants are upper case, types its own, and branches that return need an else.
+# ruff: noqa: N803, RET505, SIM108
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -13,7 +13,8 @@ def widen(x):
     """float32 of loaded float32, or of the raw bits (uint16) of bfloat16. Exact; the interpreter's own cast loses subnormals."""
     if x.dtype == tl.uint16:
         return (x.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x
+    else:
+        return x
 
 
 @triton.jit
@@ -56,7 +57,8 @@ def encode(y, HARDWARE: tl.constexpr):
     """
     if HARDWARE:
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return encode_integer(y).to(tl.uint8)
+    else:
+        return encode_integer(y).to(tl.uint8)
 
 
 @triton.jit
@@ -88,7 +90,8 @@ def pack4(a, b, c, d, HARDWARE: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-    return pack4_codes(encode_integer(a), encode_integer(b), encode_integer(c), encode_integer(d))
+    else:
+        return pack4_codes(encode_integer(a), encode_integer(b), encode_integer(c), encode_integer(d))
 
 
 @triton.jit

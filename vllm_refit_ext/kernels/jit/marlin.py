@@ -4,7 +4,7 @@ A 4-byte word of the layout holds k = 2i + {0, 8, 1, 9} of one row, so the two h
 their elements meet in one register without shuffling; only finished words cross threads on their way to contiguous stores.
 """
 
-# Triton's language: constants are upper case and types are its own.
+# Triton's language: constants are upper case, types its own, and branches that return need an else.
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

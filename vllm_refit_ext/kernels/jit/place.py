@@ -1,7 +1,7 @@
 """Where an element lives in each layout: the row and column functions of `core.layouts` in Triton. Offsets are bytes."""
 
-# Triton's language: constants are upper case and types are its own.
-# ruff: noqa: N803
+# Triton's language: constants are upper case, types its own, and branches that return need an else.
+# ruff: noqa: N803, RET505
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -57,9 +57,10 @@ def value_row(r, held_rows, held_cols, half, LAYOUT: tl.constexpr):
     """Row part of a value's offset; `r` int32 canonical rows of the held matrix."""
     if LAYOUT == "marlin":
         return ((r // 64) * 1024 + (r % 8) * 128 + ((r % 64) // 8) * 4).to(tl.int64)
-    if LAYOUT == "trtllm_moe":
+    elif LAYOUT == "trtllm_moe":
         return shuffled_row(r, half).to(tl.int64) * held_cols
-    return r.to(tl.int64) * held_cols
+    else:
+        return r.to(tl.int64) * held_cols
 
 
 @triton.jit
@@ -67,7 +68,8 @@ def value_col(k, held_rows, LAYOUT: tl.constexpr):
     """Column part of a value's offset; `k` int32 columns of the held matrix."""
     if LAYOUT == "marlin":
         return (k // 16).to(tl.int64) * (16 * held_rows) + ((k % 8) // 2 * 32 + (k % 2) * 2 + (k % 16) // 8)
-    return k
+    else:
+        return k
 
 
 @triton.jit
@@ -82,11 +84,12 @@ def scale_row(r, held_rows, held_cols, half, LAYOUT: tl.constexpr):
     if LAYOUT == "marlin":
         j = (r % 64) // 8
         return ((r // 64) * 64 + (r % 8) * 8 + (j // 4) * 4 + (j % 2) * 2 + (j % 4) // 2).to(tl.int64)
-    if LAYOUT == "plain":
+    elif LAYOUT == "plain":
         return r.to(tl.int64) * (held_cols // 32)
-    if LAYOUT == "trtllm_moe":
+    elif LAYOUT == "trtllm_moe":
         return blocked_row(shuffled_row(r, half), held_cols // 32)
-    return blocked_row(r, held_cols // 32)
+    else:
+        return blocked_row(r, held_cols // 32)
 
 
 @triton.jit
@@ -94,6 +97,7 @@ def scale_col(c, held_rows, LAYOUT: tl.constexpr):
     """Column part of a scale byte's offset; `c` int32 scale blocks."""
     if LAYOUT == "marlin":
         return c.to(tl.int64) * held_rows
-    if LAYOUT == "plain":
+    elif LAYOUT == "plain":
         return c
-    return (c // 4) * 512 + c % 4
+    else:
+        return (c // 4) * 512 + c % 4

@@ -1,6 +1,6 @@
 """Kernels for layouts that keep rows whole: quantise into them, shuffle canonical codes into them, and read any layout back."""
 
-# Triton's language: constants are upper case and types are its own.
+# Triton's language: constants are upper case, types its own, and branches that return need an else.
 # ruff: noqa: N803, SIM108
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
