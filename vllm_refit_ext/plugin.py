@@ -1,9 +1,12 @@
-"""The `vllm.general_plugins` entry point: registers the backend `refit` and installs the engine's and the front's half of the guard.
+"""The `vllm.general_plugins` entry point: registers the backend `refit` and installs the engine's and the front's half of the
+guard.
 
-vLLM runs it in every process it starts: fronts, engine processes, workers, and the short-lived one that inspects models. So it imports nothing heavy: each
-half is installed when vLLM itself imports the module that it belongs to, or at once where that has happened.
+vLLM runs it in every process it starts: fronts, engine processes, workers, and the short-lived one that inspects models. So
+it imports nothing heavy: each half is installed when vLLM itself imports the module that it belongs to, or at once where that
+has happened.
 
-`VLLM_PLUGINS`, if set, must name `refit`; otherwise none of this runs, and what is left is the workers' backstop (`receiver.guard`).
+`VLLM_PLUGINS`, if set, must name `refit`; otherwise none of this runs, and what is left is the workers' backstop
+(`receiver.guard`).
 """
 
 from __future__ import annotations
@@ -77,7 +80,9 @@ def _run(hook: Callable[[Any], None], module: Any) -> None:
     try:
         hook(module)
     except Exception:
-        logger.exception("vllm_refit_ext does not fit this vLLM (%s); torn engines are stopped by their workers instead", module.__name__)
+        logger.exception(
+            "vllm_refit_ext does not fit this vLLM (%s); torn engines are stopped by their workers instead", module.__name__
+        )
 
 
 def register() -> None:

@@ -1,7 +1,8 @@
 """A worker extension with a handler that fails where a test asks it to, so that the seam is tested without wires and plans.
 
-`update_info` for it: `wire: "fake"`, `file`, a safetensors file that is loaded by vLLM's own reload, and `fail`: `""`, `"early"` (refused before the
-first write), `"torn"` (fails after the file was loaded), `"crash"` (an exception that is not ours); `rank`: fail on that rank only.
+`update_info` for it: `wire: "fake"`, `file`, a safetensors file that is loaded by vLLM's own reload, and `fail`: `""`,
+`"early"` (refused before the first write), `"torn"` (fails after the file was loaded), `"crash"` (an exception that is not
+ours); `rank`: fail on that rank only.
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ from vllm_refit_ext import RefitWorkerExtension
 from vllm_refit_ext.receiver import live_layout
 from vllm_refit_ext.receiver.writers import PLAIN
 
+APPLY = ("topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map")
+"""What vLLM hands to an experts' `apply` behind the weights, in order."""
+
 
 def run_experts(
     output: torch.Tensor,
@@ -31,8 +34,8 @@ def run_experts(
 ) -> None:
     """SiLU-gated experts, one after the other, summed in float32 into `output` [tokens, hidden].
 
-    `w13` [local experts, 2 * inner, hidden], `w2` [local experts, hidden, inner], `weights` and `ids` [tokens, k]; `expert_map` gives the local
-    number of a global expert, or -1 where another rank has it.
+    `w13` [local experts, 2 * inner, hidden], `w2` [local experts, hidden, inner], `weights` and `ids` [tokens, k];
+    `expert_map` gives the local number of a global expert, or -1 where another rank has it.
     """
     if expert_map is not None:
         ids = expert_map[ids.long()]
@@ -50,8 +53,10 @@ def _no_packing(self: Any, layer: torch.nn.Module) -> None:
     self._use_zentorch = False
 
 
-def _apply(self: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *rest: Any, **named: Any) -> None:
-    arguments = dict(zip(("topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map"), rest, strict=False)) | named
+def _apply(
+    self: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *rest: Any, **named: Any
+) -> None:
+    arguments = dict(zip(APPLY, rest, strict=False)) | named
     if arguments["activation"].value != "silu" or self.w1_bias is not None:
         raise NotImplementedError("plain CPU experts know SiLU without biases only")
     run_experts(output, hidden_states, w1, w2, arguments["topk_weights"], arguments["topk_ids"], arguments.get("expert_map"))

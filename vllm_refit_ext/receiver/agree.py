@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -139,7 +139,9 @@ def agree(view: WorkerView, phase: str, value: bytes | None, error: RefitError |
         raise _merge([*([error] if error else []), unreachable], view.rank) from error
     except Exception as broken:
         lost = DeadlineError(
-            f"the store that the ranks agree through is gone: {broken}", where=f"rank {view.rank}", do="a worker has died: restart the engine"
+            f"the store that the ranks agree through is gone: {broken}",
+            where=f"rank {view.rank}",
+            do="a worker has died: restart the engine",
         )
         raise _merge([*([error] if error else []), lost], view.rank) from broken
     answers = [msgspec.msgpack.decode(text, type=Answer) for text in raw]
@@ -199,13 +201,13 @@ def _settle(answers: list[Answer], ranks: list[int] | None = None) -> list[bytes
         which = ", ".join(name for name in dict.fromkeys(names) if name)
         where = " · ".join(part for part in (f"rank {which}" if which else "", problem.where) if part)
         problems.append(msgspec.structs.replace(problem, where=where))
-    _raise(_gravest([answer.kind for _, answer in failed]), problems)
+    raise _agreed(_gravest([answer.kind for _, answer in failed]), problems)
 
 
-def _raise(kind: type[RefitError], problems: list[Problem]) -> NoReturn:
+def _agreed(kind: type[RefitError], problems: list[Problem]) -> RefitError:
     error = kind.of(problems)
     error.agreed = True  # type: ignore[attr-defined]
-    raise error
+    return error
 
 
 def _merge(errors: list[RefitError], rank: int) -> RefitError:

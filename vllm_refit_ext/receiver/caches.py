@@ -2,13 +2,13 @@
 
 The policy travels in `update_info["caches"]`:
 
-- `reset` (default): drop the prefix cache and the encoder cache. Requests that run hold cache blocks, so a refit with this policy is refused
-  before it starts while any do: their next tokens would come from old keys and values.
+- `reset` (default): drop the prefix cache and the encoder cache. Requests that run hold cache blocks, so a refit with this
+  policy is refused before it starts while any do: their next tokens would come from old keys and values.
 - `reset_running`: preempt running requests first; they are computed again, prompt and answer so far, with the new weights.
 - `keep`: touch nothing. Running requests go on and new ones may hit old blocks: the caller accepts answers that mix versions.
 
-vLLM's multimodal processor cache stays under every policy. It holds preprocessed inputs, not anything computed from weights, and dropping one half
-of it (the other is in the API server) loses the two halves' agreement on what the other holds.
+vLLM's multimodal processor cache stays under every policy. It holds preprocessed inputs, not anything computed from weights,
+and dropping one half of it (the other is in the API server) loses the two halves' agreement on what the other holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def policy_of(update_info: Any) -> str | None:
         return None
     policy = ours[0].get("caches", POLICIES[0])
     if policy not in POLICIES:
-        raise ConfigError("unknown policy for caches", where="update_weights, caches", got=repr(policy), wanted=", ".join(POLICIES))
+        raise ConfigError(
+            "unknown policy for caches", where="update_weights, caches", got=repr(policy), wanted=", ".join(POLICIES)
+        )
     return str(policy)
 
 
@@ -37,7 +39,9 @@ def check(core: Any, policy: str) -> None:
     """Refuse a refit whose caches could not be reset afterwards. Raises `SessionError` before anything was written."""
     running = len(core.scheduler.running)
     if policy == "reset" and running and _prefix_caching(core):
-        raise SessionError("requests are running, so the caches can't be reset", where="update_weights, caches", got=f"{running} running", do=DO)
+        raise SessionError(
+            "requests are running, so the caches can't be reset", where="update_weights, caches", got=f"{running} running", do=DO
+        )
 
 
 def reset(core: Any, policy: str) -> str:
@@ -53,7 +57,9 @@ def reset(core: Any, policy: str) -> str:
             raise SessionError(f"the new weights serve, but the prefix cache is old: {error}", where="caches", do=DO) from error
         if not good:
             do = "end the requests that hold blocks, then call reset_prefix_cache and see that it returns true"
-            raise SessionError("the new weights serve, but the prefix cache is old: vLLM reports blocks in use", where="caches", do=do)
+            raise SessionError(
+                "the new weights serve, but the prefix cache is old: vLLM reports blocks in use", where="caches", do=do
+            )
         done.append("prefix")
     core.reset_encoder_cache()
     done.append("encoder")

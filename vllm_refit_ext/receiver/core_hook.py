@@ -1,17 +1,21 @@
 """The engine process's side of a refit: torn engines refuse, caches are reset, replies stay in step.
 
-The plugin wraps two methods of vLLM's `EngineCore`, in whatever process it lives (its own, or the caller's with `VLLM_ENABLE_V1_MULTIPROCESSING=0`):
+The plugin wraps two methods of vLLM's `EngineCore`, in whatever process it lives (its own, or the caller's with
+`VLLM_ENABLE_V1_MULTIPROCESSING=0`):
 
-- `collective_rpc`: after every call that may be a refit the workers are asked for their marks (`guard.report`). If one is torn, all running and waiting
-  requests are ended with an error, and the engine stays up. If a refit was committed, the cache policy is applied. `refit_status` replies get the result.
+- `collective_rpc`: after every call that may be a refit the workers are asked for their marks (`guard.report`). If one is
+  torn, all running and waiting requests are ended with an error, and the engine stays up. If a refit was committed, the cache
+  policy is applied. `refit_status` replies get the result.
 - `add_request`: while torn, a request is answered at once with an error that says why and what to do.
 
-vLLM has no field for such a text in 0.24 and 0.32, so it travels as the `stop_reason` of an output with finish reason "error", behind `MARK`; the front's
-half (`front`) turns it into an exception. A front without the plugin shows vLLM's own "Internal server error".
+vLLM has no field for such a text in 0.24 and 0.32, so it travels as the `stop_reason` of an output with finish reason
+"error", behind `MARK`; the front's half (`front`) turns it into an exception. A front without the plugin shows vLLM's own
+"Internal server error".
 
-Limits. Only calls through this engine's `collective_rpc` are seen. With data parallel replicas each engine process guards its own workers; a torn replica
-refuses the requests that are routed to it. When a caller's own timeout ends a call, the workers go on with it: the engine waits `REALIGN_S` for them and,
-if they do not answer, refuses generation until a later refit call finds them in order.
+Limits. Only calls through this engine's `collective_rpc` are seen. With data parallel replicas each engine process guards its
+own workers; a torn replica refuses the requests that are routed to it. When a caller's own timeout ends a call, the workers
+go on with it: the engine waits `REALIGN_S` for them and, if they do not answer, refuses generation until a later refit call
+finds them in order.
 """
 
 from __future__ import annotations
@@ -29,7 +33,14 @@ from vllm_refit_ext.receiver import caches, guard
 
 MARK = "refit-torn: "
 REALIGN_S = 60.0
-WATCHED = ("prepare_refit_info", "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update", "reload_weights")
+WATCHED = (
+    "prepare_refit_info",
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "reload_weights",
+)
 NEEDED = ("collective_rpc", "add_request", "reset_prefix_cache", "reset_encoder_cache")
 
 
@@ -44,7 +55,9 @@ class CoreGuard:
         self.caches = ""
         self.pending: dict[int, list[Any]] = defaultdict(list)
 
-    def call(self, native: Any, method: Any, timeout: float | None, arguments: tuple[Any, ...], named: dict[str, Any] | None) -> Any:
+    def call(
+        self, native: Any, method: Any, timeout: float | None, arguments: tuple[Any, ...], named: dict[str, Any] | None
+    ) -> Any:
         """One watched `collective_rpc`."""
         policy = None
         if method == "update_weights":
@@ -140,8 +153,8 @@ def guard_of(core: Any) -> CoreGuard:
 def ask_workers(executor: Any, realign: bool) -> list[guard.WorkerMark]:
     """Every worker's mark.
 
-    After a failed call, `realign`: vLLM's multiprocess executor stops reading at the first failure and would take what is left for the answers to the
-    next call. So the question carries a nonce, and older replies are dropped until it comes back.
+    After a failed call, `realign`: vLLM's multiprocess executor stops reading at the first failure and would take what is
+    left for the answers to the next call. So the question carries a nonce, and older replies are dropped until it comes back.
     """
     queues = getattr(executor, "response_mqs", None)
     if not realign or not queues or getattr(executor, "rpc_broadcast_mq", None) is None:
@@ -162,7 +175,9 @@ def ask_workers(executor: Any, realign: bool) -> list[guard.WorkerMark]:
 
 
 def wrap(module: Any) -> None:
-    """Wrap `EngineCore` of vLLM's `v1.engine.core` module. Idempotent. Raises `ConfigError` if it is not the class that we know."""
+    """Wrap `EngineCore` of vLLM's `v1.engine.core` module. Idempotent. Raises `ConfigError` if it is not the class that we
+    know.
+    """
     core_class = module.EngineCore
     if hasattr(core_class, "_refit_wrapped"):
         return

@@ -1,16 +1,20 @@
-"""The seam to vLLM's weight-transfer calls: `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update`.
+"""The seam to vLLM's weight-transfer calls: `init_weight_transfer_engine`, `start_weight_update`, `update_weights`,
+`finish_weight_update`.
 
-vLLM's worker has these methods and hands them to `worker.weight_transfer_engine`, which it makes from `--weight-transfer-config`. A worker
-extension can't define a method of the same name, so `install` puts this module's versions on the worker *object*, where every executor looks
-first. They answer what is ours and pass the rest to vLLM's own:
+vLLM's worker has these methods and hands them to `worker.weight_transfer_engine`, which it makes from
+`--weight-transfer-config`. A worker extension can't define a method of the same name, so `install` puts this module's
+versions on the worker *object*, where every executor looks first. They answer what is ours and pass the rest to vLLM's own:
 
-- `update_weights(update_info)` is ours if `update_info` has the key `wire`. It needs no start and no finish; inside a started session it works too.
-- `start_weight_update` with another backend configured (nccl, ipc, ...) waits until that backend's first update: vLLM's start takes the
-  weights away from the model, which an update of ours in between would not survive.
-- `init_weight_transfer_engine(init_info)` is ours if `init_info` has the key `state_dict_info` or if no other backend is there; it prepares.
+- `update_weights(update_info)` is ours if `update_info` has the key `wire`. It needs no start and no finish; inside a started
+  session it works too.
+- `start_weight_update` with another backend configured (nccl, ipc, ...) waits until that backend's first update: vLLM's start
+  takes the weights away from the model, which an update of ours in between would not survive.
+- `init_weight_transfer_engine(init_info)` is ours if `init_info` has the key `state_dict_info` or if no other backend is
+  there; it prepares.
 
-The same class is the backend `refit` (`--weight-transfer-config '{"backend": "refit"}'`), which works without the extension. It finds its worker in
-the call that makes it, because vLLM hands a backend the model but neither the worker nor, in 0.24, the configuration.
+The same class is the backend `refit` (`--weight-transfer-config '{"backend": "refit"}'`), which works without the extension.
+It finds its worker in the call that makes it, because vLLM hands a backend the model but neither the worker nor, in 0.24, the
+configuration.
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ class Unprepared:
 
     def update(self, update_info: dict[str, Any], /) -> Any:
         """Refuse."""
-        raise SessionError("update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first")
+        raise SessionError(
+            "update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first"
+        )
 
     def status(self) -> Any:
         """Nothing is prepared."""
@@ -76,7 +82,12 @@ class RefitEngine:
         worker = _making_worker()
         if worker is None:
             do = "load the extension instead: --worker-extension-cls vllm_refit_ext.RefitWorkerExtension"
-            raise ConfigError("the backend `refit` was made outside of a vLLM worker", where="weight_transfer_config", got=f"vLLM {found.version}", do=do)
+            raise ConfigError(
+                "the backend `refit` was made outside of a vLLM worker",
+                where="weight_transfer_config",
+                got=f"vLLM {found.version}",
+                do=do,
+            )
         self.config = config
         self._bind(worker, Unprepared())
 
@@ -118,7 +129,9 @@ class RefitEngine:
         start = self.native["start_weight_update"]
         inspect.signature(start).bind(*arguments, **named)
         if self.started or self.worker._weight_update_active:
-            self._answer(_refusal("start_weight_update was called while a weight update is active", "call finish_weight_update first"))
+            self._answer(
+                _refusal("start_weight_update was called while a weight update is active", "call finish_weight_update first")
+            )
             return
         self.started = True
         self.postponed = functools.partial(start, *arguments, **named) if self.other else None
@@ -139,7 +152,11 @@ class RefitEngine:
         if self.worker._weight_update_active:
             self.native["finish_weight_update"]()
         elif not self.started:
-            self._answer(_refusal("finish_weight_update was called without start_weight_update, or after an update that failed", "start again"))
+            self._answer(
+                _refusal(
+                    "finish_weight_update was called without start_weight_update, or after an update that failed", "start again"
+                )
+            )
         self.started, self.postponed = False, None
 
     # -- vLLM's weight-transfer engine ---------------------------------------------------------------------------------------
@@ -148,7 +165,9 @@ class RefitEngine:
         """Check the arguments of prepare: `state_dict_info` and whatever else the receiver's `prepare` takes."""
         if not isinstance(init_info, dict) or PREPARE not in init_info:
             got = ", ".join(map(str, init_info)) if isinstance(init_info, dict) else type(init_info).__name__
-            raise ConfigError("init_info lacks the manifest", where="init_weight_transfer_engine", got=got, wanted=f"the key {PREPARE}")
+            raise ConfigError(
+                "init_info lacks the manifest", where="init_weight_transfer_engine", got=got, wanted=f"the key {PREPARE}"
+            )
         return init_info
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -162,7 +181,12 @@ class RefitEngine:
                 inspect.signature(prepare).bind(**init_info)
             except TypeError as error:
                 wanted = ", ".join(inspect.signature(prepare).parameters)
-                raise ConfigError(f"init_info does not fit: {error}", where="init_weight_transfer_engine", got=", ".join(init_info), wanted=wanted) from None
+                raise ConfigError(
+                    f"init_info does not fit: {error}",
+                    where="init_weight_transfer_engine",
+                    got=", ".join(init_info),
+                    wanted=wanted,
+                ) from None
             reply = prepare(**init_info)
             if problems := getattr(reply, "problems", None):
                 raise ConfigError.of(problems)
@@ -180,11 +204,18 @@ class RefitEngine:
         if isinstance(update_info, list):
             index = self.view.replica * self.view.world_size + self.view.rank
             if index >= len(update_info):
-                raise ConfigError("update_info has too few entries", where="update_weights", got=len(update_info), wanted=f"at least {index + 1}")
+                raise ConfigError(
+                    "update_info has too few entries",
+                    where="update_weights",
+                    got=len(update_info),
+                    wanted=f"at least {index + 1}",
+                )
             update_info = update_info[index]
         if not isinstance(update_info, dict) or OURS not in update_info:
             got = ", ".join(map(str, update_info)) if isinstance(update_info, dict) else type(update_info).__name__
-            raise ConfigError("update_info is not a refit", where="update_weights", got=got, wanted=f"the key {OURS!r}", do="see docs/wire.md")
+            raise ConfigError(
+                "update_info is not a refit", where="update_weights", got=got, wanted=f"the key {OURS!r}", do="see docs/wire.md"
+            )
         return update_info
 
     def update_weights(self, update_info: Any) -> None:
@@ -199,7 +230,9 @@ class RefitEngine:
             guard.note_commit(self.worker)
 
     def receive_weights(self, update_info: Any, load_weights: object = None) -> None:
-        """One refit, by the name that vLLM's own worker methods use. `load_weights` is not needed: routes write to the parameters."""
+        """One refit, by the name that vLLM's own worker methods use. `load_weights` is not needed: routes write to the
+        parameters.
+        """
         self.update_weights(update_info)
 
     def shutdown(self) -> None:
@@ -239,7 +272,9 @@ class RefitEngine:
             error = refused
         except Exception as broken:  # noqa: BLE001
             # every rank must learn of it, also of what nobody foresaw
-            error = RefitError.of([Problem(f"{type(broken).__name__}: {broken}", phase, do="this is a defect: report it with the engine's log")])
+            error = RefitError.of(
+                [Problem(f"{type(broken).__name__}: {broken}", phase, do="this is a defect: report it with the engine's log")]
+            )
             error.__cause__ = broken
         if not getattr(error, "agreed", False):
             try:
@@ -264,8 +299,8 @@ class RefitEngine:
 def install(worker: Any, handler: Handler) -> RefitEngine:
     """Route vLLM's weight-transfer calls on `worker` to `handler`; call again to replace the handler.
 
-    Works with and without `--weight-transfer-config`; an engine of another backend stays `worker.weight_transfer_engine` and keeps its updates.
-    Raises `ConfigError` for an unsupported vLLM.
+    Works with and without `--weight-transfer-config`; an engine of another backend stays `worker.weight_transfer_engine` and
+    keeps its updates. Raises `ConfigError` for an unsupported vLLM.
     """
     engine = seam_of(worker)
     if engine is not None:
@@ -286,8 +321,9 @@ def seam_of(worker: Any) -> RefitEngine | None:
 def answer_early(worker_class: Any) -> None:
     """Let workers of `worker_class` that carry the extension answer vLLM's calls before anything was prepared.
 
-    The extension's module calls this when it is imported; it has no other moment, as vLLM never runs an extension's constructor. Without it vLLM
-    says that weight transfer is not configured, which sends the reader the wrong way. Idempotent.
+    The extension's module calls this when it is imported; it has no other moment, as vLLM never runs an extension's
+    constructor. Without it vLLM says that weight transfer is not configured, which sends the reader the wrong way.
+    Idempotent.
     """
     for name in CALLS:
         native = getattr(worker_class, name)
@@ -320,7 +356,11 @@ def _making_worker() -> Any:
     frame = sys._getframe(1)
     while frame is not None:
         candidate = frame.f_locals.get("self")
-        if hasattr(candidate, "model_runner") and hasattr(candidate, "weight_transfer_engine") and hasattr(candidate, "vllm_config"):
+        if (
+            hasattr(candidate, "model_runner")
+            and hasattr(candidate, "weight_transfer_engine")
+            and hasattr(candidate, "vllm_config")
+        ):
             return candidate
         frame = frame.f_back  # type: ignore[assignment]
     return None

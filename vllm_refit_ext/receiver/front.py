@@ -1,8 +1,9 @@
 """The front's side of a torn engine: the reason reaches whoever asked for tokens, as an exception.
 
-The engine process ends a request with finish reason "error" and the reason as text (`core_hook`). vLLM's fronts would turn that into an empty answer (the
-offline `LLM`) or a bare "Internal server error" (the server). The plugin wraps `OutputProcessor.process_outputs`, which every front runs: `LLM.generate` and
-`AsyncLLM.generate` raise, and the OpenAI routes answer 503 (400 in vLLM 0.24, which has no class for it) with the reason.
+The engine process ends a request with finish reason "error" and the reason as text (`core_hook`). vLLM's fronts would turn
+that into an empty answer (the offline `LLM`) or a bare "Internal server error" (the server). The plugin wraps
+`OutputProcessor.process_outputs`, which every front runs: `LLM.generate` and `AsyncLLM.generate` raise, and the OpenAI routes
+answer 503 (400 in vLLM 0.24, which has no class for it) with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def refusal_class() -> type[TornError]:
     polite = getattr(vllm.exceptions, "GracefulHTTPError", None)
     base: type[Exception] = polite if polite is not None else ValueError
 
-    class EngineTorn(TornError, base):  # type: ignore[valid-type,misc]
+    class EngineTornError(TornError, base):  # type: ignore[valid-type,misc]
         """A request was refused because the engine is torn."""
 
         http_status = HTTPStatus.SERVICE_UNAVAILABLE
@@ -39,7 +40,7 @@ def refusal_class() -> type[TornError]:
             # this class is made per process; elsewhere (a Ray driver, say) it arrives as its base
             return TornError.of, (self.problems,)
 
-    return EngineTorn
+    return EngineTornError
 
 
 def refusal(reason: str) -> TornError:
@@ -51,13 +52,17 @@ def refusal(reason: str) -> TornError:
 
 
 def wrap(module: Any) -> None:
-    """Wrap `OutputProcessor` of vLLM's `v1.engine.output_processor`. Idempotent. Raises `ConfigError` if it is not the class that we know."""
+    """Wrap `OutputProcessor` of vLLM's `v1.engine.output_processor`. Idempotent. Raises `ConfigError` if it is not the class
+    that we know.
+    """
     processor_class = module.OutputProcessor
     if hasattr(processor_class, "_refit_wrapped"):
         return
     missing = [name for name in ("process_outputs", "abort_requests") if not callable(getattr(processor_class, name, None))]
     if missing:
-        raise ConfigError("vLLM's front lacks methods that report a torn engine", where="OutputProcessor", got="no " + ", ".join(missing))
+        raise ConfigError(
+            "vLLM's front lacks methods that report a torn engine", where="OutputProcessor", got="no " + ", ".join(missing)
+        )
     native = processor_class.process_outputs
 
     @functools.wraps(native)

@@ -1,10 +1,10 @@
 """A torn engine generates nothing: the worker's side of it.
 
 Torn means that a refit failed after its first write, so the live weights mix two versions. The worker keeps the mark; who
-refuses requests is the engine process, which asks its workers for it after every call that may have changed it
-(`core_hook`, installed by the plugin there). Behind it stands a backstop here: a marked worker raises `TornError` instead of running a
-batch with tokens. Where the plugin is switched off (`VLLM_PLUGINS` names others only) that backstop ends vLLM's engine process: dying is
-better than wrong tokens.
+refuses requests is the engine process, which asks its workers for it after every call that may have changed it (`core_hook`,
+installed by the plugin there). Behind it stands a backstop here: a marked worker raises `TornError` instead of running a
+batch with tokens. Where the plugin is switched off (`VLLM_PLUGINS` names others only) that backstop ends vLLM's engine
+process: dying is better than wrong tokens.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -51,11 +51,13 @@ def reload_weights(view: WorkerView, tensors: Iterable[tuple[str, torch.Tensor]]
     """Load checkpoint tensors (Hugging Face names, shapes and dtypes) through vLLM's own reload, in place.
 
     Arguments: `tensors`, any order, best grouped by layer (a layer is held until it is complete). **Each tensor must own its
-    memory until the call returns**: the reload keeps references and reads them when the layer is complete, so a view of a staging
-    buffer that is used again would load later bytes. `names`, all that must come; without it, no layer may be left part-loaded.
+    memory until the call returns**: the reload keeps references and reads them when the layer is complete, so a view of a
+    staging buffer that is used again would load later bytes. `names`, all that must come; without it, no layer may be left
+    part-loaded.
 
-    Raises `ManifestError` (a name twice, missing or refused by the model's loader) or the iterator's own error, with the model as it was when no
-    layer had been written yet; `TornError` with the same problems when one had. Either way the next reload starts clean.
+    Raises `ManifestError` (a name twice, missing or refused by the model's loader) or the iterator's own error, with the
+    model as it was when no layer had been written yet; `TornError` with the same problems when one had. Either way the next
+    reload starts clean.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import layerwise
@@ -69,7 +71,7 @@ def reload_weights(view: WorkerView, tensors: Iterable[tuple[str, torch.Tensor]]
         layerwise.initialize_layerwise_reload(model)
         open_layers = {layer for layer in model.modules() if layerwise.get_layerwise_info(layer).can_load()}
         try:
-            model.load_weights(iter(feed))
+            cast(Any, model).load_weights(iter(feed))
             untouched = _check_complete(model, feed, names)
         except Exception as error:
             wrote = bool(_direct(feed.seen)) or any(not layerwise.get_layerwise_info(layer).can_load() for layer in open_layers)
@@ -79,7 +81,7 @@ def reload_weights(view: WorkerView, tensors: Iterable[tuple[str, torch.Tensor]]
         try:
             layerwise.finalize_layerwise_reload(model, view.vllm_config.model_config)
             _restore_cpu_kernels(kernels)
-            _pack_tied_on_cpu(view, untouched)
+            untouched = _settle_tied(view, untouched)
             _check_in_place(model, addresses)
         except Exception as error:
             recover(view)
@@ -91,9 +93,11 @@ def reload_weights(view: WorkerView, tensors: Iterable[tuple[str, torch.Tensor]]
 
 
 def recover(view: WorkerView) -> list[str]:
-    """Put back the live tensors of every layer that an unfinished reload left on the meta device, and forget what it had collected.
+    """Put back the live tensors of every layer that an unfinished reload left on the meta device, and forget what it had
+    collected.
 
-    Returns the names of those layers; empty when nothing was open. Layers that the reload had already written keep the new values.
+    Returns the names of those layers; empty when nothing was open. Layers that the reload had already written keep the new
+    values.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -117,7 +121,9 @@ def _check_complete(model: torch.nn.Module, feed: _Feed, names: Collection[str] 
     from vllm.model_executor.model_loader.reload import layerwise
 
     if names is not None and (absent := [name for name in names if name not in feed.seen]):
-        raise ManifestError.of([Problem("the tensor did not come", name, do="send every tensor of the manifest") for name in absent])
+        raise ManifestError.of(
+            [Problem("the tensor did not come", name, do="send every tensor of the manifest") for name in absent]
+        )
     untouched, short = [], []
     for name, layer in model.named_modules():
         info = layerwise.get_layerwise_info(layer)
@@ -145,9 +151,15 @@ def _check_complete(model: torch.nn.Module, feed: _Feed, names: Collection[str] 
 def _check_in_place(model: torch.nn.Module, before: dict[str, int]) -> None:
     """Every tensor is real again and where it was: a captured CUDA graph reads the old address."""
     after = _addresses(model)
-    problems = [Problem("the tensor was left without storage", name) for name, address in after.items() if address < 0 <= before.get(name, 0)]
+    problems = [
+        Problem("the tensor was left without storage", name)
+        for name, address in after.items()
+        if address < 0 <= before.get(name, 0)
+    ]
     problems += [
-        Problem("the tensor moved during the reload", name, do="captured CUDA graphs would read the old memory: restart the engine")
+        Problem(
+            "the tensor moved during the reload", name, do="captured CUDA graphs would read the old memory: restart the engine"
+        )
         for name, address in before.items()
         if address >= 0 and after.get(name, address) not in (address, -1)
     ]
@@ -178,7 +190,10 @@ def _explain(error: Exception, feed: _Feed, wrote: bool) -> RefitError:
         problems, kind = error.problems, type(error)
     else:
         text = f"the model's loader failed: {type(error).__name__}: {error}"
-        problems, kind = [Problem(text, feed.current, do="see whether the engine's model takes this name, shape and dtype")], ManifestError
+        problems, kind = (
+            [Problem(text, feed.current, do="see whether the engine's model takes this name, shape and dtype")],
+            ManifestError,
+        )
     if wrote:
         return TornError.of(problems, "a reload failed after it had written to the engine; a full refit is needed")
     return kind.of(problems)
@@ -225,20 +240,23 @@ def _restore_cpu_kernels(forgotten: list[tuple[Any, Any]]) -> None:
             method.moe_kernel = kernel
 
 
-def _pack_tied_on_cpu(view: WorkerView, untouched: list[str]) -> None:
-    """Pack tied layers again on a CPU.
+def _settle_tied(view: WorkerView, untouched: list[str]) -> list[str]:
+    """`untouched` without the layers that share their parameters with one that was loaded; on a CPU these are packed again.
 
-    A tied output layer shares the embedding's parameter, so the reload counts it as untouched; but what a CPU multiplies with is a
-    packed copy of its own.
+    A tied output layer shares the embedding's parameter, and the reload counts the embedding alone. What a CPU multiplies
+    with is a packed copy of the output layer's own.
     """
-    if view.device.type != "cpu":
-        return
-    shared: dict[int, list[str]] = {}
+    owners: dict[int, list[str]] = {}
     for name, parameter in view.model.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    left = []
     for name in untouched:
         layer = view.model.get_submodule(name)
-        tied = any(len(shared[id(parameter)]) > 1 for parameter in layer.parameters(recurse=False))
+        parameters = list(layer.parameters(recurse=False))
+        if not all(any(owner not in untouched for owner in owners[id(parameter)]) for parameter in parameters):
+            left.append(name)
+            continue
         method: Any = getattr(layer, "quant_method", None)
-        if tied and hasattr(method, "process_weights_after_loading"):
+        if view.device.type == "cpu" and hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(layer)
+    return left

@@ -57,9 +57,22 @@ def choose(version: str, engine: tuple[str, ...], start: tuple[str, ...], missin
     do = "install a supported vLLM, or leave this extension out"
     problems = [
         Problem("this vLLM is not supported", "vllm", version or "no version", WANTED, do),
-        Problem("the signature is unknown", "WeightTransferEngine.__init__", ", ".join(engine), "; or ".join(", ".join(g[0]) for g in _GENERATIONS.values())),
-        Problem("the signature is unknown", "Worker.start_weight_update", ", ".join(start) or "no parameters", "is_checkpoint_format; or no parameters"),
-        *(Problem("a name that a reload needs is gone", f"vllm.model_executor.model_loader.reload.layerwise.{name}") for name in missing),
+        Problem(
+            "the signature is unknown",
+            "WeightTransferEngine.__init__",
+            ", ".join(engine),
+            "; or ".join(", ".join(g[0]) for g in _GENERATIONS.values()),
+        ),
+        Problem(
+            "the signature is unknown",
+            "Worker.start_weight_update",
+            ", ".join(start) or "no parameters",
+            "is_checkpoint_format; or no parameters",
+        ),
+        *(
+            Problem("a name that a reload needs is gone", f"vllm.model_executor.model_loader.reload.layerwise.{name}")
+            for name in missing
+        ),
     ]
     raise ConfigError.of(problems, "this vLLM does not fit the refit extension")
 
@@ -76,7 +89,9 @@ def adapter() -> Adapter:
         from vllm.model_executor.model_loader.reload import layerwise
         from vllm.v1.worker.gpu_worker import Worker
     except ImportError as error:
-        raise ConfigError("vLLM's weight transfer can't be imported", where="vllm", got=error, wanted=WANTED, do="install a supported vLLM") from error
+        raise ConfigError(
+            "vLLM's weight transfer can't be imported", where="vllm", got=error, wanted=WANTED, do="install a supported vLLM"
+        ) from error
     start = getattr(Worker, "start_weight_update", None)
     missing = [name for name in _RELOAD if not hasattr(layerwise, name)]
     return choose(

@@ -1,0 +1,75 @@
+"""The seam and the guard under `AsyncLLM`: requests in flight end with the reason when the engine tears."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.engines import SETTINGS, environment, set_environment
+from tests.support.seam_cases import pair
+from vllm_refit_ext.core.errors import TornError
+
+pytestmark = pytest.mark.engine
+
+
+def test_story(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folders = pair("qwen3", tmp_path_factory.mktemp("async"))
+    with set_environment(environment()):
+        asyncio.run(_story(str(folders[0]), [str(folder / "model.safetensors") for folder in folders]))
+
+
+async def _story(folder: str, files: list[str]) -> None:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(model=folder, worker_extension_cls="tests.support.fake_receiver.FakeExtension", **SETTINGS)
+    )
+    names = iter(range(100))
+
+    async def tokens(count: int = 8, started: asyncio.Event | None = None) -> list[int]:
+        found: list[int] = []
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        async for output in engine.generate("Hello refit", params, str(next(names))):
+            found = list(output.outputs[0].token_ids)
+            if started is not None:
+                started.set()
+        return found
+
+    async def update(**info: Any) -> None:
+        await engine.collective_rpc("update_weights", args=({"wire": "fake", **info},))
+
+    try:
+        old = await tokens()
+        await engine.collective_rpc("refit_prepare")
+        await update(file=files[1], blob=b"\x01")
+        new = await tokens()
+        assert new != old
+
+        with pytest.raises(Exception, match="refused as the test asked"):
+            await update(fail="early")
+        assert await tokens() == new
+
+        started = [asyncio.Event(), asyncio.Event()]
+        running = [asyncio.create_task(tokens(200, event)) for event in started]
+        for event in started:
+            await asyncio.wait_for(event.wait(), 60)
+        with pytest.raises(Exception, match="requests are running"):
+            await update(file=files[0])
+        with pytest.raises(Exception, match="torn as the test asked"):
+            await update(file=files[0], fail="torn", caches="reset_running")
+        for result in await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 60):
+            assert isinstance(result, TornError)
+            assert "full refit" in str(result)
+        with pytest.raises(TornError, match="mix two versions"):
+            await tokens()
+        status = await engine.collective_rpc("refit_status")
+        assert "torn as the test asked" in status[0]["mark"]["torn"]
+        await update(file=files[0])
+        assert await tokens() == old
+        await engine.check_health()
+    finally:
+        engine.shutdown()
