@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
-from vllm_refit_ext.core.layouts import Held, layout_of
+from vllm_refit_ext.core.layouts import layout_of
 from vllm_refit_ext.core.mxfp8 import BLOCK, CODE_NAN, Rule
 from vllm_refit_ext.kernels.digest import digest_torch
 from vllm_refit_ext.kernels.memory import Buffer, byte_view, view
 from vllm_refit_ext.kernels.moves import CopyMove, DigestMove, HeldBox, QuantizeMove, ShuffleMove, Stack, size3, start3
 
 _INF = 0x7F800000
+_CHUNK = 1 << 20
+"""Elements whose offsets are made at once: 8 MiB."""
 
 
 def run(
@@ -25,9 +27,7 @@ def run(
         if isinstance(move, CopyMove):
             copy(move, buffers)
         elif isinstance(move, QuantizeMove):
-            codes, scales, finite = quantize_values(view(buffers[move.source.at.buffer], move.source), move.rule)
-            put(move.target, move.start, codes, scales, buffers)
-            if not finite:
+            if not quantize(move, buffers):
                 bad.add(number)
         elif isinstance(move, ShuffleMove):
             shuffle(move, buffers)
@@ -54,14 +54,24 @@ def copy(move: CopyMove, buffers: Sequence[Buffer]) -> None:
         target.view(word).masked_fill_(target.isnan(), quiet[target.dtype])
 
 
+def quantize(move: QuantizeMove, buffers: Sequence[Buffer]) -> bool:
+    """Execute a QuantizeMove, some rows at a time. Returns whether all of the source is finite."""
+    source = view(buffers[move.source.at.buffer], move.source)
+    first, row, col = start3(move.start)
+    _, rows, cols = size3(move.source.shape)
+    step, finite = max(1, _CHUNK // max(1, cols)), True
+    for matrix, values in enumerate(source[None] if source.ndim == 2 else source):
+        for r in range(0, rows, step):
+            codes, scales, good = quantize_values(values[r : r + step], move.rule)
+            put(move.target, (first + matrix, row + r, col), codes, scales, buffers)
+            finite = finite and good
+    return finite
+
+
 def quantize_values(x: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """(codes uint8 [..., K], scales uint8 [..., K/32], all finite) of bfloat16 or float32 [..., K]. The bits of `core.mxfp8`."""
     blocks = x.to(torch.float32).contiguous().view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
-    amax = (
-        (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1)
-        if blocks.numel()
-        else blocks.new_zeros(blocks.shape[:-1], dtype=torch.int32)
-    )
+    amax = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1)
     exponent = amax.to(torch.int64)
     exponent = ((exponent + 0x1FFFFF) >> 23) - 8 if rule == "ceil" else exponent >> 23
     byte = exponent.clamp(1, 254).to(torch.int32)
@@ -102,14 +112,12 @@ def put(stack: Stack, start: tuple[int, ...], codes: torch.Tensor, scales: torch
     """Write canonical codes [..., rows, K] and scales into `stack` at `start`."""
     first, row, col = start3(start)
     count, rows, cols = size3(tuple(codes.shape))
-    for what, content, begin in ((False, codes, (row, col)), (True, scales, (row, col // BLOCK))):
-        place, nbytes = (stack.scales, stack.scale_bytes) if what else (stack.values, stack.value_bytes)
-        width = cols // BLOCK if what else cols
-        memory = byte_view(buffers[place.buffer])
-        index = _offsets(stack.layout, stack.held, begin, (rows, width), what, memory.device)
-        for i, matrix in enumerate(content.reshape(count, rows, width)):
-            at = place.offset + (first + i) * nbytes
-            memory[at : at + nbytes][index] = matrix
+    parts = ((False, codes, col, cols), (True, scales, col // BLOCK, cols // BLOCK))
+    for is_scale, content, begin, width in parts:
+        canonical = content.reshape(count, rows, width)
+        for matrix, held in enumerate(_matrices(stack, first, count, is_scale, buffers)):
+            for part, index in _offsets(stack, (row, begin), (rows, width), is_scale, held.device):
+                held[index] = canonical[matrix, part]
 
 
 def get(
@@ -117,22 +125,31 @@ def get(
 ) -> torch.Tensor:
     """Canonical bytes uint8 [matrices, rows, columns] of a box of `stack`; with `scales`, all counts are scale blocks."""
     (first, row, col), (count, rows, width) = start3(start), size3(size)
-    place, nbytes = (stack.scales, stack.scale_bytes) if scales else (stack.values, stack.value_bytes)
-    memory = byte_view(buffers[place.buffer])
-    index = _offsets(stack.layout, stack.held, (row, col), (rows, width), scales, memory.device)
-    out = torch.empty((count, rows, width), dtype=torch.uint8, device=memory.device)
-    for i in range(count):
-        at = place.offset + (first + i) * nbytes
-        out[i] = memory[at : at + nbytes][index]
+    place = stack.scales if scales else stack.values
+    out = torch.empty((count, rows, width), dtype=torch.uint8, device=byte_view(buffers[place.buffer]).device)
+    for matrix, held in enumerate(_matrices(stack, first, count, scales, buffers)):
+        for part, index in _offsets(stack, (row, col), (rows, width), scales, held.device):
+            out[matrix, part] = held[index]
     return out
 
 
-@lru_cache(maxsize=8)
+def _matrices(stack: Stack, first: int, count: int, scales: bool, buffers: Sequence[Buffer]) -> Iterator[torch.Tensor]:
+    """The bytes of `count` matrices from number `first` on, each a flat view."""
+    place, nbytes = (stack.scales, stack.scale_bytes) if scales else (stack.values, stack.value_bytes)
+    memory = byte_view(buffers[place.buffer])
+    for i in range(first, first + count):
+        at = place.offset + i * nbytes
+        yield memory[at : at + nbytes]
+
+
 def _offsets(
-    layout: str, held: Held, start: tuple[int, int], size: tuple[int, int], scales: bool, device: torch.device
-) -> torch.Tensor:
-    """Byte offsets int64 [rows, columns] of a canonical box. Cached: experts of a layer share them."""
-    form = layout_of(layout)
+    stack: Stack, start: tuple[int, int], size: tuple[int, int], scales: bool, device: torch.device
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, byte offsets int64 [rows, columns]) of a canonical box, some rows at a time so that the offsets stay small."""
+    form = layout_of(stack.layout)
     row, col = (form.scale_row, form.scale_col) if scales else (form.value_row, form.value_col)
-    rows, cols = (torch.arange(s, s + n).numpy() for s, n in zip(start, size, strict=True))
-    return torch.from_numpy(row(held, rows)[:, None] + col(held, cols)[None, :]).to(device)
+    by_row = torch.from_numpy(row(stack.held, np.arange(start[0], start[0] + size[0]))).to(device)
+    by_col = torch.from_numpy(col(stack.held, np.arange(start[1], start[1] + size[1]))).to(device)
+    step = max(1, _CHUNK // max(1, size[1]))
+    for r in range(0, size[0], step):
+        yield slice(r, r + step), by_row[r : r + step, None] + by_col[None, :]

@@ -88,6 +88,13 @@ def test_rebinding_moves_the_same_plan_to_other_memory():
         assert (target == seed).all()
 
 
+@pytest.mark.parametrize("layout", checks.LAYOUTS)
+def test_twins_in_many_small_parts_give_the_same_bits(layout, monkeypatch):
+    monkeypatch.setattr("vllm_refit_ext.kernels.twin._CHUNK", 500)
+    checks.check_quantize(checks.Way("cpu", "torch"), layout, (256, 96), gated=True, count=2)
+    checks.check_shuffle(checks.Way("cpu", "torch"), layout, (256, 96))
+
+
 def test_empty_moves_and_empty_tables_do_nothing():
     empty = [QuantizeMove(box((0, 64)), STACK, (0, 0)), CopyMove(box((0, 3)), box((0, 3), buffer=1))]
     for moves in ([], empty, [DigestMove(box((0, 4)), (8, 4), (8, 0))]):
