@@ -4,7 +4,6 @@ routes.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,24 +50,15 @@ def test_story(served: tuple[Server, list[str]]) -> None:
     assert server.rpc("update_weights", {"wire": "fake", "file": files[0]})[0] == 200
     assert server.tokens() == old
 
-    # torn while a request runs
-    running: list[Any] = []
-    thread = threading.Thread(target=lambda: running.append(server.tokens(count=200)))
-    thread.start()
-    while "'num_requests_running': 0" in str(_running(server)):
-        pass
-    said(server.rpc("update_weights", {"wire": "fake", "file": files[1], "fail": "torn", "caches": "keep"}), 500)
-    thread.join(60)
-    assert "mix two versions" in said(running[0], 503)
+    # torn while a request runs: held by a pause after its first token, so that it can't end before
+    with server.stream(count=200) as running:
+        assert b"data:" in running.readline()
+        assert server.call("/pause?mode=keep", {})[0] == 200
+        said(server.rpc("update_weights", {"wire": "fake", "file": files[1], "fail": "torn", "caches": "keep"}), 500)
+        assert "mix two versions" in running.read().decode()
+    assert server.call("/resume", {})[0] == 200
     assert "full refit" in said(server.tokens(), 503)
     assert "torn as the test asked" in said(server.rpc("refit_status"), 200)
     assert server.call("/health")[0] == 200
     assert server.rpc("update_weights", {"wire": "fake", "file": files[1]})[0] == 200
     assert server.tokens() == new
-
-
-def _running(server: Server) -> dict[str, int]:
-    """How many requests the scheduler runs, by vLLM's own metric."""
-    text = str(server.call("/metrics")[1])
-    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
-    return {"num_requests_running": int(sum(float(line.rpartition(" ")[2]) for line in lines))}

@@ -173,6 +173,16 @@ class Server:
         status, answer = self.call("/v1/completions", body)
         return status, answer["choices"][0]["token_ids"] if status == 200 else answer
 
+    @contextlib.contextmanager
+    def stream(self, prompt: str = PROMPTS[0], count: int = 8) -> Iterator[Any]:
+        """A streamed completion; read it line by line."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            yield answer
+
 
 def _decode(raw: bytes) -> Any:
     try:

@@ -44,7 +44,7 @@ def test_anything_else_is_refused(engine: tuple[str, ...], start: tuple[str, ...
         versions.choose("0.40.0", engine, start, missing)
     text = str(raised.value)
     assert "0.24.x, 0.32.x or 0.33.x" in text
-    assert "install a supported vLLM" in text
+    assert "Install a supported vLLM" in text
     assert all(name in text for name in missing)
 
 
