@@ -13,12 +13,24 @@ from hypothesis import strategies as st
 from vllm_refit_ext.core import layouts
 from vllm_refit_ext.core.errors import LayoutError
 
-VECTORS = Path(__file__).parent / "kernels" / "vectors" / "flashinfer_rows.json"
+FOLDER = Path(__file__).parent / "kernels" / "vectors"
+VECTORS = FOLDER / "flashinfer_rows.json"
 
 
 def matrices(*shape, seed=0):
     rng = np.random.default_rng(seed)
     return rng.integers(0, 256, shape, dtype=np.uint8), rng.integers(0, 256, (*shape[:-1], shape[-1] // 32), dtype=np.uint8)
+
+
+def test_equals_stored_vectors_of_vllm():
+    """Made by vLLM 0.32: `marlin_weights` with `get_weight_perm(8)`, `marlin_permute_scales` with
+    `mxfp8_marlin_process_scales`, and `swizzle_mxfp8_scale`, on random bytes."""
+    stored = np.load(FOLDER / "vllm_layouts.npz")
+    values, scale_bytes = layouts.to_kernel("marlin", stored["codes"], stored["scales"])
+    np.testing.assert_array_equal(values, stored["marlin"])
+    np.testing.assert_array_equal(scale_bytes, stored["marlin_scales"])
+    codes = np.zeros((130, 160), np.uint8)
+    np.testing.assert_array_equal(layouts.to_kernel("linear_128x4", codes, stored["linear_scales"])[1], stored["linear_128x4"])
 
 
 @pytest.mark.engine

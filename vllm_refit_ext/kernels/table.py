@@ -8,6 +8,7 @@
 On a CPU, or with `backend="torch"`, the torch twins run the same moves and give the same bits. The table holds 128 bytes a matrix
 and 4 bytes a tile on the device (`table.nbytes`), and nothing else: there is no scratch, because every move is a single pass from
 its source to its final place. That is also why moves whose sources overlap what the table writes are refused.
+Build tables outside an engine's sleep pool: they live as long as the plan, across sleep and wake.
 """
 
 from __future__ import annotations
