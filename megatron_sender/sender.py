@@ -15,25 +15,27 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from megatron_sender.calls import Calls
 from megatron_sender.ranks import Ranks, answer_of
 from megatron_sender.source import SourceMap, source_map
 from vllm_refit_ext.client import LATE_S, EngineClient, raise_problems
-from vllm_refit_ext.core.errors import ConfigError, ManifestError, PlanError, Problem, SessionError
+from vllm_refit_ext.core.errors import ConfigError, ManifestError, PlanError, Problem, RefitError, SessionError
 from vllm_refit_ext.core.manifest import Manifest, Offer, TensorSpec, pack_offer
 from vllm_refit_ext.core.messages import DEADLINE_S, CachePolicy, PrepareReply, UpdateInfo, UpdateReport, WireName
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan, check_consumed
 from vllm_refit_ext.core.plan_wire import PackedPlan, pack_plan, unpack_plan
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
-from vllm_refit_ext.wires import Sender, wire
-from vllm_refit_ext.wires.boxes import MODULUS, as_bytes, source_view, sum_by_tensor
+from vllm_refit_ext.wires import ActiveSender, Sender, wire
+from vllm_refit_ext.wires.boxes import MODULUS, Content, as_bytes, sum_by_tensor
+from vllm_refit_ext.wires.coded import ScaleMoves, sent_content
 
 LINK_BYTES = 64 << 20
 """Size of the copy that measures what this machine's memory can do."""
@@ -213,8 +215,11 @@ class MegatronSender:
             seconds["publish"] = time.perf_counter() - begin
             return part
 
-        raw = self.ranks.exchange(answer_of(publish), lambda parts: self._update_engines(version, parts))
-        verdict = msgspec.msgpack.decode(raw, type=_Verdict)
+        if isinstance(self._sender, ActiveSender):
+            verdict = self._refit_actively(self._sender, publish, version, seconds)
+        else:
+            raw = self.ranks.exchange(answer_of(publish), lambda parts: self._update_engines(version, parts))
+            verdict = msgspec.msgpack.decode(raw, type=_Verdict)
         seconds |= {"update": verdict.seconds, "total": time.perf_counter() - start}
         rate = self._total / seconds["total"] / 1e9
         return RefitReport(version, seconds, self._total, rate, 2 * rate / self._link, verdict.engines)
@@ -226,23 +231,62 @@ class MegatronSender:
         return self.source
 
     def _update_engines(self, version: str, parts: list[bytes]) -> list[bytes]:
-        field = {self.config.wire: wire(self.config.wire).info(parts)}
         begin = time.perf_counter()
-        session = secrets.token_hex(8)
-        engines = []
-        for engine, replies in zip(self._engines, self.replies, strict=True):
-            info = UpdateInfo(
+        field = {self.config.wire: wire(self.config.wire).info(parts)}
+        engines = [engine.update(info) for engine, info in zip(self._engines, self._messages(version, field), strict=True)]
+        verdict = msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines))
+        return [verdict] * self.ranks.size
+
+    def _messages(self, version: str, field: dict[str, Any], session: str = "") -> list[UpdateInfo]:
+        """What each engine is told."""
+        session = session or secrets.token_hex(8)
+        return [
+            UpdateInfo(
                 wire=self.config.wire,
                 version=version,
                 session=session,
                 digests={str(r.rank): r.digest for r in replies},
                 deadline_s=self.config.deadline_s,
                 caches=self.config.caches,
-                **field,  # type: ignore[arg-type]
+                **field,
             )
-            engines.append(engine.update(info))
-        verdict = msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines))
-        return [verdict] * self.ranks.size
+            for replies in self.replies
+        ]
+
+    def _refit_actively(self, sender: ActiveSender, publish: Callable[[], bytes], version: str, seconds: dict[str, float]) -> _Verdict:
+        """A refit in which every trainer rank works while the engines' calls run."""
+        name = self.config.wire
+
+        def announce(parts: list[bytes]) -> list[bytes]:
+            update = self._messages(version, {name: wire(name).info(parts)})[0]
+            return [msgspec.msgpack.encode(update)] * self.ranks.size
+
+        update = msgspec.msgpack.decode(self.ranks.exchange(answer_of(publish), announce), type=UpdateInfo)
+        info, deadline = getattr(update, name), time.monotonic() + self.config.deadline_s
+        begin = time.perf_counter()
+        calls = None
+        if self.ranks.rank == 0:
+            messages = self._messages(version, {name: info}, update.session)
+            calls = Calls(self._engines, messages, lambda error: sender.refuse(update.session, error, deadline + LATE_S))
+
+        def work() -> bytes:
+            failed: RefitError | None = None
+            try:
+                sender.transfer(update.session, info, deadline)
+            except RefitError as error:
+                failed = error
+            seconds["transfer"] = time.perf_counter() - begin
+            if calls is not None:
+                return msgspec.msgpack.encode(calls.reports(failed, self.config.deadline_s + 2 * LATE_S))
+            if failed is not None:
+                raise failed
+            return b""
+
+        def conclude(parts: list[bytes]) -> list[bytes]:
+            engines = msgspec.msgpack.decode(parts[0], type=list[list[UpdateReport]])
+            return [msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines))] * self.ranks.size
+
+        return msgspec.msgpack.decode(self.ranks.exchange(answer_of(work), conclude), type=_Verdict)
 
     # -- verify and close ----------------------------------------------------------------------------------------------------
 
@@ -262,9 +306,10 @@ class MegatronSender:
         place = {(b.rank, b.name): i for i, b in enumerate(source.placements.buffers)}
         memory = _Memory({i: as_bytes(source.tensors[place[b.rank, b.name]]) for i, b in enumerate(share.sources) if (b.rank, b.name) in place})
 
-        def content(move: int) -> torch.Tensor:
-            dtype = getattr(torch, share.targets[int(share.target[move])].dtype)
-            return source_view(share, move, memory).to(dtype)
+        scales = ScaleMoves(share)
+
+        def content(move: int) -> Content:
+            return sent_content(share, move, memory, scales)
 
         by_rank = {int(r): sum_by_tensor(share, np.flatnonzero(share.target_rank == r).tolist(), content) for r in np.unique(share.target_rank)}
         return msgspec.msgpack.encode(by_rank)

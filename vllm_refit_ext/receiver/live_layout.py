@@ -8,13 +8,15 @@ the kernel does not read them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from vllm_refit_ext.core.coded import PLAIN
 from vllm_refit_ext.core.placement import Buffer
+from vllm_refit_ext.receiver.held import EXPERT_METHODS, LINEAR_METHODS
 from vllm_refit_ext.receiver.worker_view import WorkerView
-from vllm_refit_ext.receiver.writers import PLAIN
 
 Detect = Callable[[nn.Module, WorkerView], tuple[str, str]]
 """(module, view) -> (layout, reason); an empty layout means unknown, and the reason says why."""
@@ -36,10 +38,20 @@ def _experts(module: nn.Module, view: WorkerView) -> tuple[str, str]:
     return "", f"the layout of the {backend} expert kernels is not known"
 
 
+def _beside_mxfp8(module: nn.Module, view: WorkerView) -> tuple[str, str]:
+    """Biases and the like. Marlin permutes a linear's bias along with its weight."""
+    method: Any = getattr(module, "quant_method", None)
+    backend = f"{type(getattr(method, 'kernel', None)).__name__} {getattr(method, 'fp8_backend', '')} {getattr(method, 'mxfp8_backend', '')}"
+    if "marlin" in backend.lower():
+        return "", "Marlin permutes biases"
+    return PLAIN, ""
+
+
 KNOWN: dict[str, Detect] = {
     "UnquantizedLinearMethod": _dense,
     "UnquantizedEmbeddingMethod": _dense,
     "UnquantizedFusedMoEMethod": _experts,
+    **{name: _beside_mxfp8 for name in LINEAR_METHODS | EXPERT_METHODS},
 }
 
 
@@ -61,18 +73,3 @@ def layout_of(created: Buffer, live: torch.Tensor | None, module: nn.Module, vie
     if detect is None:
         return "", f"the layouts of {type(method).__name__} are not known"
     return detect(module, view)
-
-
-def derived_from(model: nn.Module) -> dict[str, str]:
-    """Modules whose weights the engine also keeps in a derived form: module path -> what is derived.
-
-    Absorbed MLA projections (`W_UV`, `W_UK_T` and their relatives) are made from `kv_b_proj` once, after loading.
-    """
-    found = {}
-    paths = {id(m): path for path, m in model.named_modules()}
-    for module in model.modules():
-        absorbed = [n for n in ("W_UV", "W_UK_T", "W_UK", "W_K", "W_V") if isinstance(module.__dict__.get(n), torch.Tensor)]
-        projection = getattr(module, "kv_b_proj", None)
-        if absorbed and isinstance(projection, nn.Module):
-            found[paths[id(projection)]] = f"{', '.join(absorbed)} are derived from it"
-    return found

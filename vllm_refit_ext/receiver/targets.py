@@ -7,8 +7,7 @@ checkpoint shape, and only the boxes that this rank's routes read are asked for,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,28 +15,29 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm_refit_ext.core.digest import row_strides
-from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, PLAIN, SCALE, coding_of
 from vllm_refit_ext.core.errors import Problem, RouteError
 from vllm_refit_ext.core.manifest import Manifest, suggest
-from vllm_refit_ext.core.placement import Buffer, Placement, Placements
-from vllm_refit_ext.receiver.live_layout import derived_from, layout_of
-from vllm_refit_ext.receiver.routes.record import record_routes
+from vllm_refit_ext.core.placement import Placements
+from vllm_refit_ext.receiver.held import HeldParam, config_scale, held_param, is_mxfp8
+from vllm_refit_ext.receiver.live_layout import layout_of
+from vllm_refit_ext.receiver.recording import Recording, record
 from vllm_refit_ext.receiver.routes.table import Routes
+from vllm_refit_ext.receiver.target_places import closure, place, unaligned
 from vllm_refit_ext.receiver.worker_view import WorkerView
-from vllm_refit_ext.receiver.writers import CHECKPOINT, PLAIN
 
 
 class Targets(msgspec.Struct):
-    """placements: boxes of buffers of this rank. params: live tensors by buffer name, for buffers in place.
-    reload: names that take the engine's reload, with the reason. dropped: names that the loaders skip here, with the reason.
-    quantise: names whose parameter holds MXFP8. extra_bytes: peak memory beyond the model. problems: what keeps the rank from
-    taking part.
+    """placements: boxes of buffers of this rank. params: live tensors by buffer name, for buffers in place. held: the MXFP8 parameters
+    among them. reload: names that take the engine's reload, with the reason. dropped: names that the loaders skip here, with the
+    reason. quantise: names whose parameter holds MXFP8. extra_bytes: peak memory beyond the model. problems: what keeps the rank
+    from taking part.
     """
 
     rank: int
     placements: Placements
     params: dict[str, torch.Tensor]
+    held: dict[str, HeldParam]
     reload: dict[str, str]
     dropped: dict[str, str]
     quantise: list[str]
@@ -47,8 +47,8 @@ class Targets(msgspec.Struct):
     @property
     def writer(self) -> str:
         """`in place`, `reload`, or both."""
-        kinds = {b.layout for b in self.placements.buffers}
-        names = [name for layout, name in ((PLAIN, "in place"), (CHECKPOINT, "reload")) if layout in kinds]
+        kinds = {b.layout.startswith(CHECKPOINT) for b in self.placements.buffers}
+        names = [name for staged, name in ((False, "in place"), (True, "reload")) if staged in kinds]
         return " and ".join(names) or "nothing"
 
     def layouts(self) -> dict[str, int]:
@@ -61,37 +61,49 @@ class Targets(msgspec.Struct):
     def signature(self, view: WorkerView) -> tuple[Any, ...]:
         """Identity of everything the plan writes in place. It changes when a parameter is replaced, moved or retyped."""
         live = live_tensors(view.model)
-        found = []
-        for name in self.params:
-            tensor = live.get(name)
-            found.append(
-                None if tensor is None else (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            )
+        found: list[Any] = [_identity(live.get(name), name) for name in self.params]
+        modules = dict(view.model.named_modules(remove_duplicate=False)) if self.held else {}
+        for name in self.held:
+            owner, _, attribute = name.rpartition(".")
+            found += [_identity(live.get(name), name), _identity(live.get(name + SCALE), name + SCALE)]
+            found.append(config_scale(modules[owner], attribute) if owner in modules else None)
         return tuple(found)
 
 
-def build_targets(view: WorkerView, manifest: Manifest, rank: int) -> Targets:
-    """Record the routes of `manifest` and decide for every parameter how it is written. `rank` is this rank's number in the plan.
+def _identity(tensor: torch.Tensor | None, name: str) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    return (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def build_targets(
+    view: WorkerView, manifest: Manifest, rank: int, recording: Recording | None = None, refused: Mapping[str, str] | None = None
+) -> Targets:
+    """Decide for every parameter that `recording` fills how it is written. `rank` is this rank's number in the plan.
+
+    recording: of the same manifest and rank, made here when None. refused: names that no move can write in place, with the reason;
+    they and all that belongs to them take the reload.
 
     Raises RouteError with every tensor that the engine's loaders refuse. Other problems are in the result.
     """
-    entries = {name: (spec.shape, spec.dtype) for name, spec in manifest.tensors.items()}
-    routes = record_routes(view.model, entries, rank=rank, vllm_config=view.vllm_config)
+    recording = recording or record(view, manifest, rank)
+    routes = recording.routes
     live = live_tensors(view.model)
-    reasons = _unknown_parameters(view, routes, live)
-    reload = _closure(routes, reasons)
-    placements = _in_checkpoint_shape(routes, reload, manifest, rank)
-    placed = {b.name for b in placements.buffers if b.layout == PLAIN}
-    staged = [b.nbytes for b in placements.buffers if b.layout == CHECKPOINT]
+    held, unknown = _look_at_parameters(view, routes, live)
+    reload = closure(routes, unknown, {**unaligned(recording, held, manifest), **(refused or {})})
+    placements = place(recording, reload, held, manifest, rank)
+    inside = {b.name for b in placements.buffers if b.layout == PLAIN or b.layout.startswith(DEQUANTISED)}
+    coded = {b.name for b in placements.buffers if coding_of(b.layout)}
     return Targets(
         rank=rank,
         placements=placements,
-        params={name: live[name] for name in placed},
+        params={name: live[name] for name in live if name in inside},
+        held={name: held[name] for name in held if name in coded},
         reload=reload,
         dropped=routes.dropped,
-        quantise=sorted({row for row in _mxfp8_names(routes, live)}),
-        extra_bytes=sum(staged),
-        problems=_problems(routes, reload, manifest),
+        quantise=sorted(_quantisable(routes, held, manifest)),
+        extra_bytes=sum(b.nbytes for b in placements.buffers if b.layout.startswith(CHECKPOINT)),
+        problems=_problems(recording, reload, held, manifest),
     )
 
 
@@ -104,120 +116,71 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in named}
 
 
-def _unknown_parameters(view: WorkerView, routes: Routes, live: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Parameters that can't be written in place, with the reason."""
+def _look_at_parameters(
+    view: WorkerView, routes: Routes, live: dict[str, torch.Tensor]
+) -> tuple[dict[str, HeldParam], dict[str, str]]:
+    """The MXFP8 parameters by name, and the parameters that can't be written in place, with the reason."""
     modules = dict(view.model.named_modules(remove_duplicate=False))
-    derived = derived_from(view.model)
-    reasons = {}
+    held: dict[str, HeldParam] = {}
+    unknown: dict[str, str] = {}
     for buffer in routes.placements.buffers:
-        owner = buffer.name.rpartition(".")[0]
-        layout, reason = layout_of(buffer, live.get(buffer.name), modules[owner], view)
-        if owner in derived:
-            layout, reason = "", derived[owner]
+        owner, _, attribute = buffer.name.rpartition(".")
+        module = modules[owner]
+        if is_mxfp8(module) and attribute.endswith("weight"):
+            found = held_param(buffer, module, view.device, view.vllm_config.model_config.dtype)
+            if isinstance(found, HeldParam):
+                held[buffer.name] = found
+            else:
+                unknown[buffer.name] = found
+            continue
+        layout, reason = layout_of(buffer, live.get(buffer.name), module, view)
         if not layout:
-            reasons[buffer.name] = reason
-    return reasons
+            unknown[buffer.name] = reason
+    return held, unknown
 
 
-def _closure(routes: Routes, unknown: dict[str, str]) -> dict[str, str]:
-    """Names to reload, with the reason: every name of a module that holds an unknown parameter, and so on until nothing is added."""
+def _quantisable(routes: Routes, held: Mapping[str, HeldParam], manifest: Manifest) -> Iterable[str]:
+    """Names that the engine wants as MXFP8: those of its MXFP8 parameters whose last dimension has whole blocks."""
     table = routes.placements
-    owner = [b.name.rpartition(".")[0] for b in table.buffers]
-    modules_of: dict[str, set[str]] = {}
-    names_of: dict[str, set[str]] = {}
-    for t, b in np.unique(np.stack([table.tensor, table.buffer], axis=1), axis=0):
-        modules_of.setdefault(table.names[t], set()).add(owner[b])
-        names_of.setdefault(owner[b], set()).add(table.names[t])
-    reload = dict(routes.computed)
-    todo = [(name, owner_name) for name, owner_name in routes.touched.items()] if hasattr(routes, "touched") else []
-    pending = [(b.name.rpartition(".")[0], f"{b.name}: {unknown[b.name]}") for b in table.buffers if b.name in unknown]
-    pending += [(m, f"{m} also holds {n}, which its loader computes") for n, ms in todo if n in reload for m in ms]
-    seen: set[str] = set()
-    while pending:
-        module, reason = pending.pop(0)
-        if module in seen:
-            continue
-        seen.add(module)
-        for name in names_of.get(module, ()):
-            reload.setdefault(name, reason)
-            pending += [(m, f"{name} is shared with {module}") for m in modules_of[name] - seen]
-    return reload
+    coded = np.array([b.name in held for b in table.buffers], bool)
+    for t in np.unique(table.tensor[coded[table.buffer]]) if len(table) else []:
+        spec = manifest.tensors[table.names[t]]
+        if len(spec.shape) >= 2 and spec.shape[-1] % 32 == 0:
+            yield table.names[t]
 
 
-def _in_checkpoint_shape(routes: Routes, reload: dict[str, str], manifest: Manifest, rank: int) -> Placements:
-    """The routes with every reloaded name's boxes redirected into a buffer of checkpoint shape."""
-    table = routes.placements
-    if not reload:
-        return table
-    reloaded = np.array([name in reload for name in table.names], bool)[table.tensor] if len(table) else np.zeros(0, bool)
-    kept = table.select(~reloaded)
-    used = np.unique(kept.buffer)
-    place = np.full(len(table.buffers), -1, np.int64)
-    place[used] = np.arange(len(used))
-    buffers = [table.buffers[i] for i in used]
-    rows = [msgspec.structs.replace(row, buffer=int(place[row.buffer])) for row in kept.rows()]
-    rows = [_unpadded(row, len(manifest.tensors[row.tensor].shape)) for row in rows]
-    boxes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: set() for name in reload}
-    for row in table.select(reloaded).rows():
-        n = len(manifest.tensors[row.tensor].shape)
-        boxes[row.tensor].add((row.lo[:n], row.hi[:n]))
-    for name in manifest.tensors:
-        if name not in boxes:
-            continue
-        spec = manifest.tensors[name]
-        buffers.append(Buffer(name, rank, spec.dtype, spec.shape, CHECKPOINT))
-        whole = ((0,) * len(spec.shape), spec.shape)
-        strides = tuple(s * ITEMSIZE[spec.dtype] for s in row_strides(spec.shape))
-        for lo, hi in _separate(boxes[name]) if name not in routes.computed else [whole]:
-            offset = sum(a * s for a, s in zip(lo, strides, strict=True))
-            rows.append(Placement(name, len(buffers) - 1, lo, hi, offset, strides))
-    return Placements.from_rows(buffers, rows, table.names)
-
-
-def _unpadded(row: Placement, ndim: int) -> Placement:
-    return msgspec.structs.replace(row, lo=row.lo[:ndim], hi=row.hi[:ndim], strides=row.strides[:ndim])
-
-
-def _separate(boxes: set[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes of one tensor that share no element; boxes that overlap are replaced by the box around them."""
-    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for lo, hi in sorted(boxes):
-        merged = (lo, hi)
-        while True:
-            clash = [b for b in found if all(max(p, x) < min(q, y) for p, q, x, y in zip(*merged, *b, strict=True))]
-            if not clash:
-                break
-            found = [b for b in found if b not in clash]
-            merged = (
-                tuple(min(v) for v in zip(merged[0], *(b[0] for b in clash), strict=True)),
-                tuple(max(v) for v in zip(merged[1], *(b[1] for b in clash), strict=True)),
-            )
-        if math.prod(b - a for a, b in zip(*merged, strict=True)):
-            found.append(merged)
-    return sorted(found)
-
-
-def _mxfp8_names(routes: Routes, live: dict[str, torch.Tensor]) -> Iterable[str]:
-    table = routes.placements
-    coded = [b.dtype == "float8_e4m3fn" and f"{b.name}_scale" in live for b in table.buffers]
-    for t in np.unique(table.tensor[np.array(coded, bool)[table.buffer]]) if len(table) else []:
-        yield table.names[t]
-
-
-def _problems(routes: Routes, reload: dict[str, str], manifest: Manifest) -> list[Problem]:
-    """What is missing: parameters that no offered tensor fills, and names that nothing here knows."""
+def _problems(recording: Recording, reload: dict[str, str], held: Mapping[str, HeldParam], manifest: Manifest) -> list[Problem]:
+    """What is missing: parameters that no offered tensor fills, names that nothing here knows, tensors in a form that can't be loaded."""
+    routes = recording.routes
+    filled = {b.name for b in routes.placements.buffers}
     problems = [
         Problem("no offered tensor fills it", f"engine parameter {name!r}", what, "every element written", _hint(name, manifest))
         for name, what in routes.unwritten.items()
+        if not (name.endswith(SCALE) and name.removesuffix(SCALE) in filled & (held.keys() | _coded_when_made(routes)))
     ]
     unknown = [name for name in routes.dropped if name not in reload and routes.dropped[name].startswith("unknown")]
     known = [n for n in routes.placements.names if n not in unknown]
     problems += [Problem("the engine does not know it", f"tensor {name!r}", do=suggest(name, known)) for name in unknown]
+    problems += [
+        Problem(
+            "the engine loads it as MXFP8 and it can't be written in place, so the engine's own reload needs it quantised",
+            f"tensor {name!r}",
+            manifest.tensors[name].dtype,
+            "float8_e4m3fn with its scales",
+            "let the trainer quantise it (fp8_config prequantize)",
+        )
+        for name in sorted(recording.rerouted & set(reload) - set(recording.partners))
+    ]
     return problems
+
+
+def _coded_when_made(routes: Routes) -> set[str]:
+    """Parameters that the model creates as E4M3: their scales are filled with them."""
+    return {b.name for b in routes.placements.buffers if b.dtype == "float8_e4m3fn"}
 
 
 def _hint(parameter: str, manifest: Manifest) -> str:
     return suggest(parameter, manifest.tensors) or "offer the checkpoint's tensors that it is made of"
 
 
-__all__ = ["RouteError", "Targets", "build_targets", "live_tensors"]
+__all__ = ["Recording", "RouteError", "Targets", "build_targets", "live_tensors", "record"]

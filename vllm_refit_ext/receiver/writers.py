@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import torch
 
+from vllm_refit_ext.core.coded import CHECKPOINT, PLAIN, dequantised_to
+from vllm_refit_ext.core.mxfp8 import BLOCK
+from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.wires.boxes import Memory, as_bytes, source_view, target_view
-
-PLAIN = "plain"
-"""Layout of a live parameter that the kernels read row-major, as the model created it."""
-CHECKPOINT = "checkpoint"
-"""Layout of a staged tensor of checkpoint shape, on its way to the engine's own reload."""
-
+from vllm_refit_ext.wires.boxes import Memory, as_bytes, box_view, source_view, target_view
+from vllm_refit_ext.wires.coded import CODES, ScaleMoves, dequantise, gather_scales
 
 Reload = Callable[[Iterator[tuple[str, torch.Tensor]], list[str]], None]
 
@@ -55,34 +53,62 @@ class ReloadWriter:
     """Feeds the engine's own reload with tensors of checkpoint shape.
 
     A tensor is filled when the reload asks for it and dropped when its layer is done, so the peak is one layer. Elements that no
-    route of this rank reads stay zero: the loaders skip them.
+    route of this rank reads stay zero: the loaders skip them. What travels as MXFP8 and is loaded as floats is dequantised.
     """
 
     name = "reload"
 
-    def __init__(self, plan: Plan, reload: Reload) -> None:
-        """plan: this rank's moves. reload: the engine's reload, called with (name, tensor) pairs and all their names."""
-        self.plan = moves_with_layout(plan, CHECKPOINT)
-        self._reload = reload
+    def __init__(self, plan: Plan, reload: Reload, device: torch.device | str = "cpu") -> None:
+        """plan: this rank's moves. reload: the engine's reload, called with (name, tensor) pairs and all their names. device: where the
+        tensors are made."""
+        wanted = np.array([b.layout.startswith(CHECKPOINT) for b in plan.targets], bool)
+        self.plan = plan.select(wanted[plan.target] if len(plan) else np.zeros(0, bool))
+        self._reload, self._device = reload, device
+        self._scales = ScaleMoves(self.plan)
         self.staged: Callable[[int, torch.Tensor], None] | None = None
 
     def write(self, reader: Memory) -> None:
         """Fill and reload."""
         if len(self.plan):
-            names = [self.plan.targets[t].name for t in np.unique(self.plan.target).tolist()]
+            names = [self.plan.targets[t].name for t in np.unique(self.plan.target).tolist() if not self._goes_with_codes(t)]
             self._reload(self._tensors(reader), names)
+
+    def _goes_with_codes(self, target: int) -> bool:
+        buffer = self.plan.targets[target]
+        return bool(dequantised_to(buffer.layout)) and buffer.dtype != CODES
 
     def _tensors(self, reader: Memory) -> Iterator[tuple[str, torch.Tensor]]:
         order = np.argsort(self.plan.tensor, kind="stable")
         edges = np.flatnonzero(np.diff(self.plan.tensor[order], prepend=-1, append=-1))
         for a, b in zip(edges, edges[1:], strict=False):
             moves = order[a:b].tolist()
-            buffer = self.plan.targets[int(self.plan.target[moves[0]])]
-            tensor = torch.zeros(buffer.shape, dtype=getattr(torch, buffer.dtype))
-            memory = as_bytes(tensor)
-            for move in moves:
-                box = target_view(self.plan, move, memory)
-                box.copy_(source_view(self.plan, move, reader))
-                if self.staged is not None:
-                    self.staged(move, box)
-            yield buffer.name, tensor
+            target = int(self.plan.target[moves[0]])
+            buffer = self.plan.targets[target]
+            tensor = self._filled(moves, buffer, reader)
+            if self._goes_with_codes(target):
+                continue
+            ends_as = dequantised_to(buffer.layout)
+            yield buffer.name, self._dequantised(moves, tensor, buffer, reader) if ends_as else tensor
+
+    def _filled(self, moves: list[int], buffer: Buffer, reader: Memory) -> torch.Tensor:
+        tensor = torch.zeros(buffer.shape, dtype=torch.uint8 if buffer.dtype == CODES else getattr(torch, buffer.dtype), device=self._device)
+        tensor = tensor.view(getattr(torch, buffer.dtype))
+        memory = as_bytes(tensor)
+        for move in moves:
+            box = target_view(self.plan, move, memory)
+            box.copy_(source_view(self.plan, move, reader))
+            if self.staged is not None:
+                self.staged(move, box)
+        return tensor
+
+    def _dequantised(self, moves: list[int], codes: torch.Tensor, buffer: Buffer, reader: Memory) -> torch.Tensor:
+        """The whole tensor as floats; what was not filled is zero."""
+        values = torch.zeros(buffer.shape, dtype=getattr(torch, dequantised_to(buffer.layout)), device=self._device)
+        axis, item = len(buffer.shape) - 1, values.element_size()
+        for move in moves:
+            scales = gather_scales(self.plan, move, self._scales, reader).to(self._device)
+            box = target_view(self.plan, move, as_bytes(codes))
+            strides = [s * item for s in self.plan.target_strides[move].tolist()]
+            place = box_view(as_bytes(values), values.dtype, int(self.plan.target_offset[move]) * item, self.plan.extent[move].tolist(), strides)
+            place.copy_(dequantise(box, scales, axis, int(self.plan.lo[move, axis]) % BLOCK, values.dtype))
+        return values

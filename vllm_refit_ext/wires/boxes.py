@@ -12,6 +12,8 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.kernels.digest import digest_torch
 
 MODULUS = 1 << 64
+Content = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+"""What a move's box holds: elements, or (codes, scales) uint8 of one that is held as MXFP8, or nothing to compare."""
 
 
 class Memory(Protocol):
@@ -53,21 +55,34 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def move_digest(plan: Plan, move: int, box: torch.Tensor) -> int:
-    """Digest of a move's content. box: [extent of the move], in the target's dtype.
+def move_digest(plan: Plan, move: int, box: Content) -> int:
+    """Digest of a move's content. box: [extent of the move], in the target's dtype; codes and scales count as two boxes.
 
     The digest of a tensor on an engine rank is the sum over that rank's moves (`core.digest` is additive over disjoint boxes), so a
     sender computes its part from its own shards, and the parts of all trainer ranks add up.
     """
     shape = plan.manifest.tensors[plan.names[int(plan.tensor[move])]].shape
-    n = len(shape)
-    return digest_torch(box[(..., *(0,) * (box.ndim - n))] if box.ndim > n else box, shape=shape, start=plan.lo[move, :n].tolist())
+    start = plan.lo[move, : len(shape)].tolist()
+    if box is None:
+        return 0
+    if isinstance(box, torch.Tensor):
+        return digest_torch(_of_depth(box, len(shape)), shape=shape, start=start)
+    codes, scales = (_of_depth(part, len(shape)) for part in box)
+    blocks = [c // s for c, s in zip(codes.shape, scales.shape, strict=True)]
+    total = digest_torch(codes, shape=shape, start=start)
+    total += digest_torch(scales, shape=[-(-n // b) for n, b in zip(shape, blocks, strict=True)], start=[a // b for a, b in zip(start, blocks, strict=True)])
+    return total % MODULUS
 
 
-def sum_by_tensor(plan: Plan, moves: Iterable[int], content: Callable[[int], torch.Tensor]) -> dict[str, int]:
-    """Digests by tensor name over `moves`; `content(move)` gives each box in the target's dtype."""
+def _of_depth(box: torch.Tensor, depth: int) -> torch.Tensor:
+    return box[(..., *(0,) * (box.ndim - depth))] if box.ndim > depth else box
+
+
+def sum_by_tensor(plan: Plan, moves: Iterable[int], content: Callable[[int], Content]) -> dict[str, int]:
+    """Digests by tensor name over `moves`; `content(move)` gives each box, see `Content`."""
     total: dict[str, int] = {}
     for move in moves:
-        name = plan.names[int(plan.tensor[move])]
-        total[name] = (total.get(name, 0) + move_digest(plan, move, content(move))) % MODULUS
+        name, held = plan.names[int(plan.tensor[move])], content(move)
+        if held is not None:
+            total[name] = (total.get(name, 0) + move_digest(plan, move, held)) % MODULUS
     return total

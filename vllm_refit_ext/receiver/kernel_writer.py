@@ -1,0 +1,153 @@
+"""The writer of GPUs: one table of moves into live parameters, launched once a refit; on a CPU the torch twins run the same moves.
+
+It copies, casts, quantises and shuffles straight from the source's memory to where the engine's kernels read. What travels as MXFP8 and
+ends in a parameter of floats is dequantised here as well, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from vllm_refit_ext.core.coded import DEQUANTISED, PLAIN, dequantised_to
+from vllm_refit_ext.core.mxfp8 import BLOCK
+from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.kernels import twin
+from vllm_refit_ext.kernels.memory import Buffer, address_of
+from vllm_refit_ext.kernels.moves import At, Stack
+from vllm_refit_ext.kernels.mxfp8 import check_finite
+from vllm_refit_ext.kernels.table import Table
+from vllm_refit_ext.receiver.held import HeldParam
+from vllm_refit_ext.receiver.kernel_moves import Numbering, kernel_moves, matrices, number_buffers
+from vllm_refit_ext.wires.boxes import Content, Memory, as_bytes, box_view, source_view, target_view
+from vllm_refit_ext.wires.coded import CODES, ScaleMoves, Side, along_k, dequantise, gather_scales
+
+ALIGNED = 16
+"""Bytes; a source whose address is a multiple of it takes the fast kernels."""
+
+
+class KernelWriter:
+    """Executes a rank's moves into plain, MXFP8 and dequantised parameters. Every parameter keeps its `data_ptr`.
+
+    `launches`: kernels that the last write started.
+    """
+
+    name = "in place"
+
+    def __init__(self, plan: Plan, params: Mapping[str, torch.Tensor], held: Mapping[str, HeldParam], device: torch.device) -> None:
+        """plan: this rank's moves. params: live tensors by name, for plain and dequantised buffers. held: MXFP8 parameters by name.
+
+        Raises LayoutError for a move that no kernel takes.
+        """
+        inside = np.array([not b.layout.startswith("checkpoint") for b in plan.targets], bool)
+        self.plan = plan.select(inside[plan.target] if len(plan) else np.zeros(0, bool))
+        self.device = device
+        self._params, self._held = dict(params), dict(held)
+        self._numbers: Numbering = number_buffers(self.plan, held)
+        self._moves = kernel_moves(self.plan, held, self._numbers)
+        self._scales = ScaleMoves(self.plan)
+        self._dequantised = [m for m in range(len(self.plan)) if self._ends_as_float(m)]
+        self._used = sorted({int(s) for s in np.unique(self.plan.source)})
+        self._table: Table | None = None
+        self._alignment: dict[int, int] = {}
+
+    def _ends_as_float(self, move: int) -> bool:
+        buffer = self.plan.targets[int(self.plan.target[move])]
+        return buffer.layout.startswith(DEQUANTISED) and buffer.dtype == CODES
+
+    @property
+    def launches(self) -> int:
+        """Kernels that one write starts."""
+        return len(self._table.kernels) if self._table is not None else 0
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of tables on the device, once they are built."""
+        return self._table.nbytes if self._table is not None else 0
+
+    def write(self, reader: Memory) -> None:
+        """Execute all moves and wait for them. Raises LayoutError that names tensors with NaN or Inf where they were quantised."""
+        if self._moves:
+            table = self._bound(reader)
+            table.launch()
+            if any(name.startswith("quantize") for name in table.kernels) or table.backend == "torch":
+                check_finite(table)
+        for move in self._dequantised:
+            self._dequantise(move, reader)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _bound(self, reader: Memory) -> Table:
+        buffers: list[Buffer] = [0] * (len(self.plan.sources))
+        address = getattr(reader, "address", None) if self.device.type == "cuda" else None
+        for number in self._used:
+            buffers[number] = address(number) if address is not None else reader.memory(number)
+        buffers += self._targets()
+        needed = {i: min(ALIGNED, at & -at) for i, at in enumerate(map(address_of, buffers)) if at % ALIGNED}
+        if self._table is None or any(needed.get(i, ALIGNED) < self._alignment.get(i, ALIGNED) for i in needed):
+            self._alignment = needed
+            self._table = Table(self._moves, self.device, alignment=needed)
+        self._table.bind(buffers)
+        return self._table
+
+    def _targets(self) -> list[Buffer]:
+        found: dict[int, torch.Tensor] = {n: self._params[name] for name, n in self._numbers.plain.items()}
+        for name, number in self._numbers.values.items():
+            found[number] = self._held[name].values
+            found |= dict(zip(self._numbers.scales[name], self._held[name].scales, strict=True))
+        return [found[n] for n in sorted(found)]
+
+    def _dequantise(self, move: int, reader: Memory) -> None:
+        buffer = self.plan.targets[int(self.plan.target[move])]
+        scales = gather_scales(self.plan, move, self._scales, reader)
+        values = dequantise(source_view(self.plan, move, reader), scales, *self._along(move), dtype_of(dequantised_to(buffer.layout)))
+        self._float_box(move).copy_(values)
+
+    def _along(self, move: int) -> tuple[int, int]:
+        """The last dimension of a move's tensor, and where in a block its box begins."""
+        depth = len(self.plan.manifest.tensors[self.plan.names[int(self.plan.tensor[move])]].shape)
+        return depth - 1, int(self.plan.lo[move, depth - 1]) % BLOCK
+
+    def _float_box(self, move: int) -> torch.Tensor:
+        """Where a dequantised box lies in its parameter. The plan counts it in one-byte codes, so its strides are in elements."""
+        param = self._params[self.plan.targets[int(self.plan.target[move])].name]
+        item = param.element_size()
+        strides = [s * item for s in self.plan.target_strides[move].tolist()]
+        return box_view(as_bytes(param), param.dtype, int(self.plan.target_offset[move]) * item, self.plan.extent[move].tolist(), strides)
+
+    def content(self, move: int) -> Content:
+        """What the engine holds of `move`: the box, or (codes, scales) of one that was quantised. None for the scales that travelled
+        beside codes which are read back with these, or that were dequantised away."""
+        plan, buffer = self.plan, self.plan.targets[int(self.plan.target[move])]
+        if buffer.layout == PLAIN:
+            return target_view(plan, move, as_bytes(self._params[buffer.name]))
+        if buffer.layout.startswith(DEQUANTISED):
+            return self._float_box(move) if buffer.dtype == CODES else None
+        if buffer.name not in self._held:
+            return None
+        return read_back(plan, move, self._held[buffer.name])
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype called `name`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def read_back(plan: Plan, move: int, one: HeldParam) -> tuple[torch.Tensor, torch.Tensor]:
+    """Canonical (codes uint8 [extent], scales uint8 [extent, last dimension of blocks]) of a move's box in an MXFP8 parameter."""
+    name = plan.names[int(plan.tensor[move])]
+    extent, along = plan.extent[move].tolist(), along_k(plan, move)
+    stack = Stack(one.coding.layout, At(0), At(1), one.held, one.count)
+    buffers = [one.values, one.scales[0]]
+    codes = torch.empty(extent, dtype=torch.uint8, device=one.values.device)
+    shape = [n // BLOCK if d == along else n for d, n in enumerate(extent)]
+    scales = torch.empty(shape, dtype=torch.uint8, device=one.values.device)
+    whole = Side(0, tuple(codes.stride())), Side(0, tuple(scales.stride()))
+    for start, size, (a, b) in matrices(plan, move, one, list(whole), name):
+        blocks, first = (*size[:-1], size[-1] // BLOCK), (*start[:-1], start[-1] // BLOCK)
+        codes.as_strided(size, a.strides, a.offset).copy_(twin.get(stack, start, size, buffers).view(size))
+        scales.as_strided(blocks, b.strides, b.offset).copy_(twin.get(stack, first, blocks, buffers, scales=True).view(blocks))
+    return codes, scales

@@ -1,0 +1,53 @@
+"""The routes of a manifest on one rank, with what travels as MXFP8 offered to the loader in the form that it takes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm_refit_ext.core.manifest import Manifest
+from vllm_refit_ext.receiver.held import is_mxfp8
+from vllm_refit_ext.receiver.routes.record import record_routes
+from vllm_refit_ext.receiver.routes.table import Routes
+from vllm_refit_ext.receiver.worker_view import WorkerView
+
+CODES = "float8_e4m3fn"
+
+
+class Recording(msgspec.Struct):
+    """It stays good while the same manifest is planned anew.
+
+    `routes`: where the loader puts each tensor; travelling scales are not in it. `partners`: HF name -> the name of its travelling
+    scales. `rerouted`: names that the loader takes as E4M3 only. `usual`: the engine's dtype.
+    """
+
+    routes: Routes
+    partners: dict[str, str]
+    rerouted: frozenset[str]
+    usual: str
+
+
+def record(view: WorkerView, manifest: Manifest, rank: int) -> Recording:
+    """Run the model's own loader on `manifest` without data; again where a loader takes E4M3 and is offered something else.
+
+    `rank` is this rank's number in the plan. Raises RouteError with every tensor that the engine's loaders refuse.
+    """
+    partners = {name: spec.scale for name, spec in manifest.tensors.items() if spec.format == "mxfp8"}
+    travelling = set(partners.values())
+    usual = str(view.vllm_config.model_config.dtype).removeprefix("torch.")
+    entries = {
+        name: (spec.shape, usual if name in partners else spec.dtype)
+        for name, spec in manifest.tensors.items()
+        if name not in travelling
+    }
+
+    def routes_of(coded: frozenset[str]) -> Routes:
+        offered = {name: (shape, CODES if name in coded else dtype) for name, (shape, dtype) in entries.items()}
+        return record_routes(view.model, offered, rank=rank, vllm_config=view.vllm_config)
+
+    routes = routes_of(frozenset())
+    rerouted: frozenset[str] = frozenset()
+    if routes.computed and any(is_mxfp8(module) for module in view.model.modules()):
+        computed = frozenset(routes.computed)
+        rerouted = computed - frozenset(routes_of(computed).computed)
+        routes = routes_of(rerouted) if rerouted else routes
+    return Recording(routes, partners, rerouted, usual)

@@ -1,0 +1,195 @@
+"""From recorded routes to the boxes that a rank asks for: in place, quantised or dequantised on the way, or staged for the reload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, PLAIN, SCALE, SCALE_OF, STAGED_DEQUANTISED, Coding
+from vllm_refit_ext.core.digest import row_strides
+from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.manifest import Manifest
+from vllm_refit_ext.core.mxfp8 import BLOCK
+from vllm_refit_ext.core.placement import Buffer, Int, Placement, Placements, concatenate
+from vllm_refit_ext.receiver.held import HeldParam
+from vllm_refit_ext.receiver.recording import Recording
+from vllm_refit_ext.receiver.routes.table import Routes
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def closure(routes: Routes, unknown: Mapping[str, str], refused: Mapping[str, str]) -> dict[str, str]:
+    """Names to reload, with the reason: every name of a module that holds an unknown parameter, and so on until nothing is added.
+
+    unknown: parameter -> reason. refused: HF name -> reason.
+    """
+    table = routes.placements
+    owner = [b.name.rpartition(".")[0] for b in table.buffers]
+    modules_of: dict[str, set[str]] = {}
+    names_of: dict[str, set[str]] = {}
+    pairs = np.unique(np.stack([table.tensor, table.buffer], axis=1), axis=0) if len(table) else np.zeros((0, 2), np.int64)
+    for t, b in pairs:
+        modules_of.setdefault(table.names[t], set()).add(owner[b])
+        names_of.setdefault(owner[b], set()).add(table.names[t])
+    reload = dict(routes.computed)
+    pending = [(b.name.rpartition(".")[0], f"{b.name}: {unknown[b.name]}") for b in table.buffers if b.name in unknown]
+    for name, reason in refused.items():
+        reload.setdefault(name, reason)
+        pending += [(module, f"{name} is shared with {module}: {reason}") for module in modules_of.get(name, ())]
+    seen: set[str] = set()
+    while pending:
+        module, reason = pending.pop(0)
+        if module in seen:
+            continue
+        seen.add(module)
+        for name in names_of.get(module, ()):
+            reload.setdefault(name, reason)
+            pending += [(m, f"{name} is shared with {module}") for m in modules_of[name] - seen]
+    return reload
+
+
+def unaligned(recording: Recording, held: Mapping[str, HeldParam], manifest: Manifest) -> dict[str, str]:
+    """HF names whose boxes in MXFP8 parameters no move can quantise or shuffle, with the reason."""
+    table, reasons = recording.routes.placements, dict[str, str]()
+    for i, buffer in enumerate(table.buffers):
+        if buffer.name not in held:
+            continue
+        rows = np.flatnonzero(table.buffer == i)
+        item, k = ITEMSIZE[buffer.dtype], buffer.shape[-1]
+        steps, extent = table.strides[rows] // item, table.hi[rows] - table.lo[rows]
+        along = (steps % k != 0) & (extent > 1)
+        whole = (table.offset[rows] // item % BLOCK == 0) & (along.sum(axis=1) == 1)
+        whole &= (np.where(along, steps, 1) == 1).all(axis=1) & (np.where(along, extent, 0) % BLOCK == 0).all(axis=1)
+        for row, good in zip(rows, whole, strict=True):
+            name = table.names[table.tensor[row]]
+            depth = len(manifest.tensors[name].shape)
+            if not good:
+                reasons.setdefault(name, f"its part of {buffer.name} cuts blocks of {BLOCK} along K")
+            elif name in recording.partners and (table.strides[row, depth - 1] != item or table.lo[row, depth - 1] % BLOCK):
+                reasons.setdefault(name, f"its scales do not lie along K of {buffer.name}")
+    for name in set(table.names) - set(recording.partners) - recording.rerouted:
+        dtypes = {table.buffers[b].dtype for b in np.unique(table.buffer[table.tensor == table.names.index(name)]) if table.buffers[b].name in held}
+        if dtypes and dtypes != {manifest.tensors[name].dtype}:
+            reasons.setdefault(name, f"it travels as {manifest.tensors[name].dtype} and the engine quantises from {'/'.join(dtypes)}")
+    return reasons
+
+
+def place(recording: Recording, reload: Mapping[str, str], held: Mapping[str, HeldParam], manifest: Manifest, rank: int) -> Placements:
+    """The boxes of this rank: those of `reload` in buffers of checkpoint shape, the others in live parameters."""
+    table = recording.routes.placements
+    if not reload and not held and not recording.partners:
+        return table
+    names = np.array(table.names, object)
+    reloaded = np.array([n in reload for n in names], bool)[table.tensor] if len(table) else np.zeros(0, bool)
+    kept = _in_parameters(table.select(~reloaded), recording, held, manifest)
+    return concatenate([kept, _staged(table.select(reloaded), recording, reload, manifest, rank)])
+
+
+def _in_parameters(table: Placements, recording: Recording, held: Mapping[str, HeldParam], manifest: Manifest) -> Placements:
+    """Rows of live parameters, each under the dtype that travels, and a row of scales beside each row of codes."""
+    partnered = np.array([n in recording.partners for n in table.names], bool)
+    rerouted = np.array([n in recording.rerouted for n in table.names], bool)
+    kinds: dict[tuple[int, str, str], int] = {}
+    buffers: list[Buffer] = []
+    buffer = np.zeros(len(table), np.int64)
+    scale = np.ones(len(table), np.int64)
+    grow = np.ones(len(table), np.int64)
+    pairs, which = _pairs(table)
+    for p, (t, b) in enumerate(pairs):
+        old, rows, name = table.buffers[b], which == p, table.names[t]
+        dtype, layout = old.dtype, PLAIN
+        if old.name in held:
+            rule = "ceil" if partnered[t] or rerouted[t] else held[old.name].coding.rule
+            dtype, layout = manifest.tensors[name].dtype, str(Coding(held[old.name].coding.layout, rule))
+        elif partnered[t]:
+            dtype, layout = "float8_e4m3fn", f"{DEQUANTISED}:{old.dtype}"
+        key = (int(b), dtype, layout)
+        if key not in kinds:
+            kinds[key] = len(buffers)
+            buffers.append(Buffer(old.name, old.rank, dtype, old.shape, layout))
+        buffer[rows], scale[rows], grow[rows] = kinds[key], ITEMSIZE[old.dtype], ITEMSIZE[dtype]
+    codes = Placements(
+        table.names, buffers, table.tensor, buffer, table.lo, table.hi, table.offset // scale * grow, table.strides // scale[:, None] * grow[:, None]
+    )
+    scales = [_scale_rows(table, np.flatnonzero(which == p), buffers[buffer[which == p][0]], recording.partners[table.names[t]], manifest)
+              for p, (t, _) in enumerate(pairs) if partnered[t]]
+    return concatenate([codes, *scales])
+
+
+def _pairs(table: Placements) -> tuple[list[tuple[int, int]], Int]:
+    """The distinct (tensor, buffer) of a table, and for each row the number of its own."""
+    if not len(table):
+        return [], np.zeros(0, np.int64)
+    pairs, which = np.unique(np.stack([table.tensor, table.buffer], axis=1), axis=0, return_inverse=True)
+    return [(int(t), int(b)) for t, b in pairs], which.reshape(-1)
+
+
+def _scale_rows(table: Placements, rows: Int, codes: Buffer, partner: str, manifest: Manifest) -> Placements:
+    """Boxes of scales that go with `rows` of codes, in a buffer of the travelling scales' own shape."""
+    shape = manifest.tensors[partner].shape
+    depth = len(shape)
+    lo, hi = table.lo[rows].copy(), table.hi[rows].copy()
+    lo[:, depth - 1] //= BLOCK
+    hi[:, depth - 1] = -(-hi[:, depth - 1] // BLOCK)
+    boxes = np.unique(np.concatenate([lo, hi], axis=1), axis=0)
+    lo, hi = boxes[:, : lo.shape[1]], boxes[:, lo.shape[1] :]
+    strides = np.zeros_like(lo)
+    strides[:, :depth] = row_strides(shape)
+    n = len(boxes)
+    buffer = Buffer(f"{codes.name}{SCALE_OF}{partner}", codes.rank, "uint8", shape, codes.layout)
+    none = np.zeros(n, np.int64)
+    return Placements([partner], [buffer], none, none, lo, hi, (lo * strides).sum(axis=1), strides)
+
+
+def _staged(table: Placements, recording: Recording, reload: Mapping[str, str], manifest: Manifest, rank: int) -> Placements:
+    """The reloaded names, in buffers of checkpoint shape; only what the routes read is asked for, unless a loader computes."""
+    boxes: dict[str, set[Box]] = {name: set() for name in reload}
+    created: dict[str, str] = {}
+    for row in table.rows():
+        n = len(manifest.tensors[row.tensor].shape)
+        boxes[row.tensor].add((row.lo[:n], row.hi[:n]))
+        created[row.tensor] = table.buffers[row.buffer].dtype
+    buffers: list[Buffer] = []
+    rows: list[Placement] = []
+    for name, spec in manifest.tensors.items():
+        if name not in boxes:
+            continue
+        whole = ((0,) * len(spec.shape), spec.shape)
+        wanted = _separate(boxes[name]) if name not in recording.routes.computed else [whole]
+        layout, partner = CHECKPOINT, recording.partners.get(name, "")
+        if partner and name not in recording.rerouted:
+            layout = f"{STAGED_DEQUANTISED}:{created.get(name, recording.usual)}"
+        buffers.append(Buffer(name, rank, spec.dtype, spec.shape, layout))
+        rows += _row_major(name, len(buffers) - 1, spec.shape, spec.dtype, wanted)
+        if partner:
+            other = manifest.tensors[partner]
+            buffers.append(Buffer(name + SCALE, rank, other.dtype, other.shape, layout))
+            outward = {((*lo[:-1], lo[-1] // BLOCK), (*hi[:-1], -(-hi[-1] // BLOCK))) for lo, hi in wanted}
+            rows += _row_major(partner, len(buffers) - 1, other.shape, other.dtype, _separate(outward))
+    return Placements.from_rows(buffers, rows)
+
+
+def _row_major(name: str, buffer: int, shape: tuple[int, ...], dtype: str, boxes: list[Box]) -> list[Placement]:
+    strides = tuple(s * ITEMSIZE[dtype] for s in row_strides(shape))
+    return [Placement(name, buffer, lo, hi, sum(a * s for a, s in zip(lo, strides, strict=True)), strides) for lo, hi in boxes]
+
+
+def _separate(boxes: set[Box]) -> list[Box]:
+    """Boxes of one tensor that share no element; boxes that overlap are replaced by the box around them."""
+    found: list[Box] = []
+    for lo, hi in sorted(boxes):
+        merged = (lo, hi)
+        while True:
+            clash = [b for b in found if all(max(p, x) < min(q, y) for p, q, x, y in zip(*merged, *b, strict=True))]
+            if not clash:
+                break
+            found = [b for b in found if b not in clash]
+            merged = (
+                tuple(min(v) for v in zip(merged[0], *(b[0] for b in clash), strict=True)),
+                tuple(max(v) for v in zip(merged[1], *(b[1] for b in clash), strict=True)),
+            )
+        if math.prod(b - a for a, b in zip(*merged, strict=True)):
+            found.append(merged)
+    return sorted(found)
