@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -244,3 +245,9 @@ def replay(routes: Routes, tensors: Mapping[str, torch.Tensor], parameters: Mapp
         if buffer.dtype != str(source.dtype).removeprefix("torch.") and row.tensor in routes.reinterpreted:
             view, box = view.view(torch.uint8), box.view(torch.uint8)
         view.copy_(box)
+
+
+@functools.cache
+def entries_of(name: str) -> Entries:
+    """`checkpoint_entries` of a tiny config, made once: vLLM patches some transformers classes when it builds a model."""
+    return checkpoint_entries(config(name))

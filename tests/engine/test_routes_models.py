@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.routes_support import CONFIGS, MOE, Entries, checkpoint_entries, config, random_tensors, replay
+from tests.engine.routes_support import CONFIGS, MOE, Entries, checkpoint_entries, config, entries_of, random_tensors, replay
 from vllm_refit_ext.receiver.offline import as_worker, engine_config, engine_routes
 from vllm_refit_ext.receiver.routes import Routes, record_routes
 
@@ -80,7 +80,7 @@ def check_rank(hf_config: Any, entries: Entries, tp: int, ep: bool, rank: int) -
 @pytest.mark.parametrize(("name", "tp", "ep"), PARALLEL, ids=[f"{n}-tp{t}{'-ep' * e}" for n, t, e in PARALLEL])
 def test_replay_equals_the_loader_on_every_rank(name: str, tp: int, ep: bool) -> None:
     hf_config = config(name)
-    entries = checkpoint_entries(hf_config)
+    entries = entries_of(name)
     routes = [check_rank(hf_config, entries, tp, ep, rank) for rank in range(tp)]
     used = set().union(*(set(r.placements.names) for r in routes))
     for each in routes:

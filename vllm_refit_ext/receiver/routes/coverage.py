@@ -14,7 +14,8 @@ MAX_CELLS = 1_000_000
 
 def volumes(lo: Int, hi: Int) -> Int:
     """Elements of each box. lo, hi: int64 [n, D]."""
-    return np.prod(hi - lo, axis=1, dtype=np.int64)
+    found: Int = np.prod(hi - lo, axis=1, dtype=np.int64)
+    return found
 
 
 def overlaps(lo: Int, hi: Int) -> list[tuple[int, int]]:

@@ -45,7 +45,7 @@ class Created:
 
 def storage_id(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, equal for all its views. Stays unique only while the storage lives."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
@@ -107,17 +107,19 @@ def _place_module(module: nn.Module, path: str, created: Created, twins: dict[An
         if tensor is not None and not _uninitialised(tensor):
             created.live.add(storage_id(tensor))
     metadata = _metadata(module)
-    for table, recorded in ((parameters, metadata[0]), (buffers, metadata[1])):
+    tables: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = [(parameters, metadata[0]), (buffers, metadata[1])]
+    for table, recorded in tables:
         names = dict.fromkeys([*table, *recorded])
         for name in names:
             live = table.get(name)
-            if name in LIVE_TABLES or (live is None and name not in recorded):
+            template = recorded.get(name, live)
+            if name in LIVE_TABLES or template is None:
                 continue
             if name not in recorded and any(metadata) and name not in _not_recorded():
                 del table[name]  # made by post-load processing; the model was created without it
                 continue
             module.__dict__.pop(name, None)
-            twin = _twin(recorded.get(name, live), live, module, name, twins)
+            twin = _twin(template, live, module, name, twins)
             table[name] = twin
             full, key = _join(path, name), storage_id(twin)
             if key in owners:

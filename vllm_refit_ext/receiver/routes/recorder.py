@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_refit_ext.receiver.routes.affine import Dim, TooManyBoxesError, decompose, row_major
+from vllm_refit_ext.receiver.routes.affine import Dim, decompose, row_major
 from vllm_refit_ext.receiver.routes.created import Created, storage_id
+from vllm_refit_ext.receiver.routes.images import Image, Part, image_of, through
 
 aten = torch.ops.aten
 WIDENING = frozenset({(torch.bfloat16, torch.float32), (torch.float16, torch.float32)})
@@ -29,24 +30,6 @@ MAGIC = 1.0e300
 
 
 NN_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
-
-
-class Part(msgspec.Struct, frozen=True):
-    """The box lo..hi of an image equals elements of checkpoint tensor `source`: the first at `offset`, then by `strides`."""
-
-    lo: tuple[int, ...]
-    hi: tuple[int, ...]
-    source: int
-    offset: int
-    strides: tuple[int, ...]
-
-
-class Image(msgspec.Struct, frozen=True):
-    """A tensor that the loader made by copying. `shape` is that of its storage, row-major; the parts may leave gaps."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: tuple[Part, ...]
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -80,7 +63,7 @@ class ValueReadError(Exception):
     """The loader asked for a value of a checkpoint tensor, which has none here."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what a loader does with `sources` (checkpoint tensors, on meta) in a model that holds `created`.
 
     After the loader ran: `events` in order; `computed`: source index -> what was done to it that is not a copy; `zeroed`:
@@ -88,7 +71,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, created: Created, sources: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.created = created
         self.targets = {storage_id(t): i for i, t in enumerate(created.tensors.values())}
         self.sources = {storage_id(t): i for i, t in enumerate(sources)}
@@ -167,7 +150,9 @@ class Recorder(TorchDispatchMode):
         dims = tuple(zip(target.shape, source.stride(), target.stride(), strict=True))
         self.writers.setdefault(index, set()).update((origin,) if image is None else (p.source for p in image.parts))
         self.events.append(
-            Copy(index, origin, image, target.storage_offset(), source.storage_offset(), dims, source.dtype, target.dtype)
+            Copy(
+                index, origin, image, int(target.storage_offset()), int(source.storage_offset()), dims, source.dtype, target.dtype
+            )
         )
         return target
 
@@ -221,7 +206,7 @@ class Recorder(TorchDispatchMode):
                 parts = self._joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), result.dtype, stacked=True)
             elif func is aten.index.Tensor:
                 parts = self._indexed(args[0], args[1], result)
-            image = None if parts is None else _image(result, parts)
+            image = None if parts is None else image_of(result, parts)
             if image is not None:
                 self.images[storage_id(result)] = image
                 self._kept.append(result)
@@ -388,46 +373,6 @@ class Recorder(TorchDispatchMode):
         return "a live tensor of the model" if key in self.created.live else "a tensor"
 
 
-def through(image: Image, start: int, dims: Sequence[Dim]) -> list[tuple[int, int, int, list[Dim]]] | None:
-    """A copy out of an image as copies out of its sources: (source, first read, first written, dims). None if it has gaps."""
-    found: list[tuple[int, int, int, list[Dim]]] = []
-    for lo, hi, at, strides in decompose(image.shape, start, dims):
-        volume = 0
-        for part in image.parts:
-            first = tuple(map(max, lo, part.lo))
-            last = tuple(map(min, hi, part.hi))
-            if any(a >= b for a, b in zip(first, last, strict=True)):
-                continue
-            size = 1
-            for a, b in zip(first, last, strict=True):
-                size *= b - a
-            volume += size
-            read = part.offset + sum((a - b) * s for a, b, s in zip(first, part.lo, part.strides, strict=True))
-            written = at + sum((a - b) * s for a, b, s in zip(first, lo, strides, strict=True))
-            steps = [(b - a, s, d) for a, b, s, d in zip(first, last, part.strides, strides, strict=True)]
-            found.append((part.source, read, written, steps))
-        whole = 1
-        for a, b in zip(lo, hi, strict=True):
-            whole *= b - a
-        if volume != whole:
-            return None
-    return found
-
-
-def _image(result: torch.Tensor, parts: Iterable[Part]) -> Image | None:
-    """The image of a new tensor, in the order of its own storage; None if the storage is not dense."""
-    strides = result.stride()
-    order = sorted(range(result.dim()), key=lambda i: (-strides[i], i))
-    shape = tuple(result.shape[i] for i in order)
-    if any(n > 1 and strides[i] != s for i, n, s in zip(order, shape, row_major(shape), strict=True)):
-        return None
-
-    def turn(values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(values[i] for i in order)
-
-    return Image(shape, result.dtype, tuple(Part(turn(p.lo), turn(p.hi), p.source, p.offset, turn(p.strides)) for p in parts))
-
-
 def _op(func: Any) -> str:
     return str(func).removesuffix(".default")
 
@@ -450,6 +395,3 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(item)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-
-
-__all__ = ["Copy", "Image", "Part", "Recorder", "TooManyBoxesError", "ValueReadError", "Write", "through"]

@@ -16,7 +16,8 @@ from vllm_refit_ext.core.placement import Buffer, Placements
 from vllm_refit_ext.receiver.routes import coverage, reasons
 from vllm_refit_ext.receiver.routes.affine import Box, Dim, TooManyBoxesError, decompose
 from vllm_refit_ext.receiver.routes.created import Created
-from vllm_refit_ext.receiver.routes.recorder import Copy, Recorder, Write, through
+from vllm_refit_ext.receiver.routes.images import through
+from vllm_refit_ext.receiver.routes.recorder import Copy, Recorder, Write
 
 
 class Routes(msgspec.Struct, frozen=True):
