@@ -13,12 +13,13 @@ import torch
 
 from vllm_refit_ext.client import EngineClient, raise_problems
 from vllm_refit_ext.core.digest import row_strides
+from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.manifest import Manifest, Offer, TensorSpec, pack_offer
 from vllm_refit_ext.core.messages import PrepareReply, UpdateInfo, UpdateReport
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.table import unpack_placements
-from vllm_refit_ext.wires import wire
+from vllm_refit_ext.wires import ResidentSender, wire
 from vllm_refit_ext.wires.boxes import MODULUS, as_bytes, sum_by_tensor
 from vllm_refit_ext.wires.coded import ScaleMoves, sent_content
 
@@ -40,9 +41,10 @@ class LooseSender:
         specs: Mapping[str, TensorSpec] | None = None,
         cuts: Mapping[str, Cut] | None = None,
         wire_name: str = "shm",
+        resident: bool = False,
         deadline_s: float = 120.0,
     ) -> None:
-        self.engine, self.wire_name, self.deadline_s = engine, wire_name, deadline_s
+        self.engine, self.wire_name, self.resident, self.deadline_s = engine, wire_name, resident, deadline_s
         self.manifest = Manifest(
             {n: (specs or {}).get(n) or TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
         )
@@ -71,6 +73,8 @@ class LooseSender:
             assert reply.digest == self.plan.digest(reply.rank)
         chosen = wire(self.wire_name)
         self._sender = chosen.open_sender(0, chosen.shares(self.plan, 1)[0], self.buffers)
+        if isinstance(self._sender, ResidentSender):
+            self._sender.resident = self.resident
         return self.replies
 
     def refit(self, version: str, **more: Any) -> list[UpdateReport]:
@@ -85,7 +89,12 @@ class LooseSender:
             deadline_s=self.deadline_s,
             **{**field, **more},
         )
-        return self.engine.update(update)
+        try:
+            return self.engine.update(update)
+        except RefitError:
+            if isinstance(self._sender, ResidentSender):
+                self._sender.forget()
+            raise
 
     def digests(self) -> dict[str, dict[str, str]]:
         """What each engine rank must hold, by rank as text and tensor."""

@@ -19,8 +19,8 @@ PROTOCOL = 1
 DEADLINE_S = 300.0
 """Seconds that a refit may take, unless the caller says otherwise."""
 
-WireName = Literal["shm"]
-"""How bytes travel. `shm`: shared memory of one host. The field of `UpdateInfo` with this name holds the wire's own part."""
+WireName = Literal["shm", "ipc", "ipc_staged", "collective"]
+"""How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `collective`: shard to shard over NCCL or gloo. The field of `UpdateInfo` with this name holds the wire's own part."""
 
 CachePolicy = Literal["reset", "reset_running", "keep"]
 """What a commit does with caches computed from older weights. `reset`: clear prefix, encoder and multimodal caches, and fail
@@ -77,6 +77,38 @@ class ShmInfo(Message):
     offsets: Column
 
 
+class CollectiveInfo(Message):
+    """Where to meet for wire `collective`: the store at host and port, the ranks on both sides, most payload bytes of a round."""
+
+    host: str
+    port: int
+    backend: Literal["gloo", "nccl"]
+    trainers: int
+    engines: int
+    bucket_bytes: int
+
+
+class IpcRank(Message):
+    """One trainer rank's memory for wire `ipc`. process, device: who made the handles, on which GPU (UUID). epoch: names the handles,
+    which are in `export` when this epoch is new. nonce: the word that stands in its memory during this refit. resident: mappings may
+    stay open. All empty for a rank that nothing is read from.
+    """
+
+    rank: int
+    process: str = ""
+    device: str = ""
+    epoch: str = ""
+    nonce: int = 0
+    export: bytes | None = None
+    resident: bool = False
+
+
+class IpcInfo(Message):
+    """Where the sources lie for wire `ipc`."""
+
+    ranks: list[IpcRank]
+
+
 class UpdateInfo(Message):
     """What `update_weights` is told.
 
@@ -92,6 +124,8 @@ class UpdateInfo(Message):
     deadline_s: float = DEADLINE_S
     caches: CachePolicy = "reset"
     shm: ShmInfo | None = None
+    ipc: IpcInfo | None = None
+    collective: CollectiveInfo | None = None
 
 
 class UpdateReport(Message):

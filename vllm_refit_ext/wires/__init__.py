@@ -8,21 +8,24 @@ A wire module has four functions, and the rest of the project knows no more of i
     open_reader(update, plan, kept) -> Reader     each engine rank, every refit; `kept` is a dict that the wire may keep things in
 
 Everything that can be wrong is found in `open_reader`, before the first write.
+
+A wire whose bytes must be sent, not only read, has more: its sender has `transfer` and `refuse` (`ActiveSender`), its reader
+`start` and plans of its own (`StagedReader`), because only some bytes are there at a time.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from vllm_refit_ext.core.errors import ConfigError
+from vllm_refit_ext.core.errors import ConfigError, RefitError
 from vllm_refit_ext.core.messages import Message, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
 
-NAMES = ("shm",)
+NAMES = ("shm", "ipc", "ipc_staged", "collective")
 
 
 class Sender(Protocol):
@@ -34,6 +37,17 @@ class Sender(Protocol):
 
     def close(self) -> None:
         """Give back what the wire holds. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class ResidentSender(Sender, Protocol):
+    """A trainer rank's half whose memory engines map. `resident`: they may keep it mapped between refits."""
+
+    resident: bool
+
+    def forget(self) -> None:
+        """Tell the engines everything again: the last refit failed."""
         ...
 
 
@@ -50,6 +64,39 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Let go of what is not kept for the next refit."""
+        ...
+
+
+@runtime_checkable
+class ActiveSender(Sender, Protocol):
+    """A trainer rank's half that works while the engines' update call runs."""
+
+    def transfer(self, session: str, info: Any, deadline: float) -> dict[int, int]:
+        """Send. info: what `info` made. deadline: time.monotonic seconds. Returns bytes by engine rank. Raises RefitError."""
+        ...
+
+    def refuse(self, session: str, error: RefitError, deadline: float) -> None:
+        """On rank 0: an engine's call for `session` has failed; nobody need wait for it. Never raises."""
+        ...
+
+
+@runtime_checkable
+class StagedReader(Reader, Protocol):
+    """An engine rank's half for bytes that come piece by piece. `memory` serves its own plans and fetches what it is asked for.
+
+    whole: the plan's moves in the order of their travel, with staging as their source; the reload's writer runs on it. steps: after
+    the reload, a plan for each group of moves in place that are there together. received: bytes by trainer rank, as they came.
+    """
+
+    whole: Plan
+    steps: Sequence[Plan]
+    received: dict[int, int]
+
+    def start(self, deadline: float) -> None:
+        """Meet the other side, after this engine's ranks have agreed and before the first write. deadline: time.monotonic seconds.
+
+        Raises the same RefitError on all ranks of both sides.
+        """
         ...
 
 

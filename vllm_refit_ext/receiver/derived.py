@@ -1,0 +1,70 @@
+"""What an engine derives from its weights, made anew in the old memory at every commit.
+
+Absorbed projections of latent attention are computed once, after loading, and captured graphs keep their addresses. Small constants
+of kernels (Marlin's workspaces, which must be zero) live in the weights' memory pool, whose contents a deep sleep drops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_refit_ext.receiver import inventory
+from vllm_refit_ext.receiver.worker_view import WorkerView
+
+ABSORBED = ("W_UV", "W_UK_T", "W_UK", "W_K", "W_V", "W_K_scale", "W_V_scale")
+"""Attributes that vLLM's latent attention makes from `kv_b_proj`."""
+SMALL = 1 << 20
+"""Bytes of the largest constant that is kept."""
+
+
+class Derived:
+    """The derived tensors of a rank's model as they are when it is prepared."""
+
+    def __init__(self, view: WorkerView) -> None:
+        self._absorbing = [m for m in view.model.modules() if absorbed(m) and isinstance(getattr(m, "kv_b_proj", None), nn.Module)]
+        self._held = [absorbed(m) for m in self._absorbing]
+        self._dtype = view.vllm_config.model_config.dtype
+        mine = {t.untyped_storage().data_ptr() for held in self._held for t in held.values()}
+        sleeps = bool(getattr(view.vllm_config.model_config, "enable_sleep_mode", False))
+        self._constants = _constants(view.model, mine) if sleeps else []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies of constants."""
+        return sum(saved.numel() * saved.element_size() for _, saved in self._constants)
+
+    def refresh(self) -> None:
+        """Compute what is derived from the weights as they are now, and put constants back."""
+        for tensor, saved in self._constants:
+            tensor.copy_(saved)
+        for module, held in zip(self._absorbing, self._held, strict=True):
+            owner: Any = module
+            owner.process_weights_after_loading(self._dtype)
+            for name, old in held.items():
+                new = module.__dict__.get(name)
+                if isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+                setattr(module, name, old)
+
+
+def absorbed(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The absorbed projections that a module holds, by attribute."""
+    return {name: value for name in ABSORBED if isinstance(value := module.__dict__.get(name), torch.Tensor)}
+
+
+def _constants(model: nn.Module, mine: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(tensor, its copy) of small tensors that are neither parameters nor buffers and share no memory with any."""
+    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
+    found: dict[int, torch.Tensor] = {}
+    named = inventory.tensors(model)
+    for entry in inventory.inventory(model):
+        tensor = named.get(entry.name)
+        if entry.kind != "derived" or tensor is None or tensor.device.type != "cuda":
+            continue
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in weights | mine and tensor.numel() * tensor.element_size() <= SMALL:
+            found.setdefault(tensor.data_ptr(), tensor.detach())
+    return [(tensor, tensor.clone()) for tensor in found.values()]

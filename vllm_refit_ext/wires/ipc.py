@@ -1,0 +1,297 @@
+"""Wire `ipc`: engine ranks map the trainer's own parameters by CUDA IPC and read them where they lie. Nothing is staged.
+
+For trainer and engine on the GPUs of one host. Each trainer rank exports every allocation that its parameters lie in: plain handles,
+with the place of each buffer, in messages of our own. An engine rank opens what its plan reads, with its own device current, so memory
+of another GPU comes over NVLink by the same code. Handles travel again only when the trainer's memory has moved. Mappings are
+closed at the end of a refit, because an open one keeps the trainer's memory from being freed; a trainer that stays resident says so,
+and they stay.
+
+Every rank exports a word of memory beside its parameters. `begin` writes a new nonce there and sends it too; an engine that opens
+memory which is no longer the trainer's, or that the trainer has begun to change, reads another nonce and refuses.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
+from vllm_refit_ext.core.messages import IpcInfo, IpcRank, UpdateInfo
+from vllm_refit_ext.core.placement import Int
+from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.table import Column, pack, unpack
+from vllm_refit_ext.wires import cuda_ipc
+
+WHERE = "wire ipc"
+
+
+class Export(msgspec.Struct, frozen=True):
+    """What a rank exports: one handle an allocation, its size and its address in that process, and for each buffer its allocation (-1: not
+    used) and its offset there."""
+
+    handles: bytes
+    bases: Column
+    sizes: Column
+    allocation: Column
+    offset: Column
+    flag: tuple[int, int]
+
+
+class IpcSender:
+    """A trainer rank's half. `resident`: mappings may stay open between refits, because this memory is never freed."""
+
+    def __init__(self, rank: int, used: Int) -> None:
+        """used: int64 numbers of this rank's buffers that a plan reads."""
+        self.rank, self.resident = rank, False
+        self._used = used
+        self._addresses: tuple[int, ...] = ()
+        self._export: Export | None = None
+        self._flag: torch.Tensor | None = None
+        self._epoch = ""
+        self._told = False
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        """Wait for the device, then mark the memory as this refit's. Raises WireError where memory can't be exported."""
+        if not len(self._used):
+            return msgspec.msgpack.encode(IpcRank(rank=self.rank))
+        device = self._device(tensors)
+        nonce = secrets.randbits(62) | 1
+        with torch.cuda.device(device):
+            if self._flag is None:
+                self._flag = torch.zeros(2, dtype=torch.int64, device=device)
+            self._flag[0] = nonce
+            # Parameters may have been written on any stream.
+            torch.cuda.synchronize(device)
+        addresses = tuple(tensors[i].data_ptr() for i in self._used.tolist())
+        if addresses != self._addresses or self._export is None:
+            self._export, self._addresses = self._make(tensors, addresses), addresses
+            self._epoch, self._told = secrets.token_hex(8), False
+        part = IpcRank(
+            rank=self.rank,
+            process=cuda_ipc.PROCESS,
+            device=cuda_ipc.device_uuid(device.index),
+            epoch=self._epoch,
+            nonce=nonce,
+            export=None if self._told else msgspec.msgpack.encode(self._export),
+            resident=self.resident,
+        )
+        self._told = True
+        return msgspec.msgpack.encode(part)
+
+    def forget(self) -> None:
+        """Send the handles again: the last refit failed, and may not have reached every engine rank."""
+        self._told = False
+
+    def _device(self, tensors: Sequence[torch.Tensor]) -> torch.device:
+        devices = {tensors[i].device for i in self._used.tolist()}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            got = ", ".join(sorted(map(str, devices)))
+            do = "move the parameters to the rank's GPU before the refit, or use the wire shm"
+            raise WireError("the trainer's parameters are not on one GPU", where=f"trainer rank {self.rank}", got=got, do=do)
+        return devices.pop()
+
+    def _make(self, tensors: Sequence[torch.Tensor], addresses: tuple[int, ...]) -> Export:
+        assert self._flag is not None
+        bases: dict[int, int] = {}
+        sizes: list[int] = []
+        allocation, offset = np.full(len(tensors), -1, np.int64), np.zeros(len(tensors), np.int64)
+        known: list[tuple[int, int]] = []
+        places = []
+        for address in (*addresses, self._flag.data_ptr()):
+            # Neighbours mostly share an allocation, which saves a call of the driver for each.
+            base, size = known[-1] if known and known[-1][0] <= address < sum(known[-1]) else cuda_ipc.allocation_of(address)
+            known[:] = [(base, size)]
+            if base not in bases:
+                bases[base] = len(bases)
+                sizes.append(size)
+            places.append((bases[base], address - base))
+        flag = places.pop()
+        allocation[self._used] = [p[0] for p in places]
+        offset[self._used] = [p[1] for p in places]
+        handles = b"".join(cuda_ipc.export(base) for base in bases)
+        return Export(handles, pack(np.array(list(bases), np.int64)), pack(np.array(sizes, np.int64)), pack(allocation), pack(offset), flag)
+
+    def close(self) -> None:
+        """Drop the flag; readers that still map it find that out by its nonce."""
+        if self._flag is not None:
+            self._flag.zero_()
+        self._flag, self._export, self._addresses = None, None, ()
+
+
+class RankMaps:
+    """One trainer rank's memory as an engine rank maps it."""
+
+    def __init__(self, epoch: str, process: str, export: Export, device: torch.device) -> None:
+        self.epoch, self.process, self.device = epoch, process, device
+        self.handles = [export.handles[i : i + cuda_ipc.HANDLE_BYTES] for i in range(0, len(export.handles), cuda_ipc.HANDLE_BYTES)]
+        self.sizes, self.allocation, self.offset = unpack(export.sizes), unpack(export.allocation), unpack(export.offset)
+        self.bases, self.flag = unpack(export.bases), export.flag
+        self._open: dict[int, int] = {}
+
+    def base(self, allocation: int) -> int:
+        """The address of an allocation here. Raises WireError when it can't be opened or is not as large as was said."""
+        if self.process == cuda_ipc.PROCESS:
+            return int(self.bases[allocation])
+        if allocation not in self._open:
+            address = cuda_ipc.open_handle(self.handles[allocation], self.device)
+            self._open[allocation] = address
+            size = cuda_ipc.allocation_of(address)[1]
+            if size < int(self.sizes[allocation]):
+                raise WireError("an allocation of the trainer is smaller than it said", where=WHERE, got=size, wanted=int(self.sizes[allocation]))
+        return self._open[allocation]
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for address in self._open.values():
+            cuda_ipc.close_handle(address, self.device)
+        self._open = {}
+
+
+class Maps:
+    """All ranks' memory, kept between refits."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, RankMaps] = {}
+
+    def close(self) -> None:
+        """Unmap everything and forget the handles."""
+        for rank in self.ranks.values():
+            rank.close()
+        self.ranks = {}
+
+
+class IpcReader:
+    """An engine rank's half, for one refit."""
+
+    def __init__(self, info: IpcInfo, plan: Plan, maps: Maps, device: torch.device) -> None:
+        """Open and check everything that the plan reads. Raises WireError with every problem; what was opened is closed then."""
+        self._device, self._maps = device, maps
+        self._buffers = plan.sources
+        self._ranks = {r.rank: r for r in info.ranks}
+        used = np.unique(plan.source)
+        self._used_ranks = sorted({self._buffers[i].rank for i in used.tolist()})
+        first = {r: next(i for i, b in enumerate(self._buffers) if b.rank == r) for r in self._used_ranks}
+        self._address: dict[int, int] = {}
+        problems: list[Problem] = []
+        for rank in self._used_ranks:
+            mine = np.array([i for i in used.tolist() if self._buffers[i].rank == rank])
+            try:
+                self._open_rank(rank, mine, first[rank])
+            except WireError as error:
+                problems += [msgspec.structs.replace(p, where=f"trainer rank {rank} · {p.where}") for p in error.problems]
+        if problems:
+            maps.close()
+            raise WireError.of(problems, f"wire ipc: {len(problems)} problem(s), nothing was written")
+        self.token = tuple((r, maps.ranks[r].epoch, self._ranks[r].resident) for r in self._used_ranks)
+
+    def _open_rank(self, rank: int, used: Int, first: int) -> None:
+        told = self._ranks.get(rank)
+        if told is None or not told.epoch:
+            raise WireError("it said nothing of its memory", where=WHERE, do="call begin on every trainer rank")
+        held = self._maps.ranks.get(rank)
+        if held is None or held.epoch != told.epoch:
+            if told.export is None:
+                raise WireError("its handles are not known here", where=WHERE, got=f"epoch {told.epoch}", do="refit again; handles are sent after a failure")
+            if held is not None:
+                held.close()
+            held = self._maps.ranks[rank] = RankMaps(told.epoch, told.process, _export(told.export), self._device)
+        if told.device not in _visible():
+            do = "let trainer and engine see the same GPUs (CUDA_VISIBLE_DEVICES), or use the wire shm"
+            raise WireError("its GPU is not visible to this engine", where=WHERE, got=told.device, wanted=", ".join(_visible()), do=do)
+        if told.process == cuda_ipc.PROCESS and told.device != cuda_ipc.device_uuid(self._device.index):
+            do = "give the engine a process of its own"
+            raise WireError("trainer and engine are one process on two GPUs", where=WHERE, got=told.device, do=do)
+        local = used - first
+        if local.max() >= len(held.allocation) or (held.allocation[local] < 0).any():
+            raise WireError("it exported other buffers than the plan reads", where=WHERE, do="prepare again")
+        for number, place in zip(used.tolist(), local.tolist(), strict=True):
+            allocation, offset = int(held.allocation[place]), int(held.offset[place])
+            if offset + self._buffers[number].nbytes > int(held.sizes[allocation]):
+                raise WireError("a buffer reaches outside its allocation", where=self._buffers[number].name)
+            self._address[number] = held.base(allocation) + offset
+        self._check_nonce(rank)
+
+    def _check_nonce(self, rank: int) -> None:
+        held, told = self._maps.ranks[rank], self._ranks[rank]
+        got = cuda_ipc.read_word(held.base(held.flag[0]) + held.flag[1])
+        if got != told.nonce:
+            do = "refit once more; hold the weights still until the refit returns"
+            raise WireError("the trainer's memory is not that of this refit", where=WHERE, got=f"nonce {got}", wanted=told.nonce, do=do)
+
+    def address(self, buffer: int) -> int:
+        """The device address of source buffer `buffer`."""
+        return self._address[buffer]
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        """The bytes of source buffer `buffer`; memory of another GPU is copied here first."""
+        address, nbytes = self._address[buffer], self._buffers[buffer].nbytes
+        if self._ranks[self._buffers[buffer].rank].device == cuda_ipc.device_uuid(self._device.index):
+            return cuda_ipc.as_tensor(address, nbytes, self._device)
+        local = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        torch.cuda.synchronize(self._device)
+        cuda_ipc.copy(local.data_ptr(), address, nbytes)
+        return local
+
+    def confirm(self) -> None:
+        """Raise WireError when a trainer rank has begun another refit or dropped its memory meanwhile."""
+        for rank in self._used_ranks:
+            self._check_nonce(rank)
+
+    def close(self) -> None:
+        """Unmap the memory of ranks that may free it."""
+        for rank in self._used_ranks:
+            if not self._ranks[rank].resident and rank in self._maps.ranks:
+                self._maps.ranks[rank].close()
+
+
+def _visible() -> list[str]:
+    return [cuda_ipc.device_uuid(i) for i in range(torch.cuda.device_count())]
+
+
+def _export(raw: bytes) -> Export:
+    try:
+        return msgspec.msgpack.decode(raw, type=Export)
+    except msgspec.MsgspecError as error:
+        raise WireError("its handles can't be read", where=WHERE, got=error) from None
+
+
+class _Share(msgspec.Struct):
+    """Numbers of this rank's buffers that the plan reads."""
+
+    used: Column
+
+
+def shares(plan: Plan, ranks: int) -> list[bytes]:
+    """Which of its buffers each rank must export."""
+    owner = np.array([b.rank for b in plan.sources], np.int64)
+    used = np.unique(plan.source)
+    found = []
+    for rank in range(ranks):
+        mine = np.flatnonzero(owner == rank)
+        found.append(msgspec.msgpack.encode(_Share(pack(np.flatnonzero(np.isin(mine, used)).astype(np.int64)))))
+    return found
+
+
+def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> IpcSender:
+    """This rank's half. Memory is exported at the first `begin`."""
+    return IpcSender(rank, unpack(msgspec.msgpack.decode(share, type=_Share).used))
+
+
+def info(parts: Sequence[bytes]) -> IpcInfo:
+    """The message for `update_weights`."""
+    return IpcInfo(ranks=[msgspec.msgpack.decode(p, type=IpcRank) for p in parts])
+
+
+def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> IpcReader:
+    """Map and check what this rank's plan reads. Raises WireError, ConfigError."""
+    if update.ipc is None:
+        raise ConfigError("wire ipc needs the field ipc", where="update_weights", do="pass what the sender made")
+    if not torch.cuda.is_available():
+        raise ConfigError("wire ipc needs a GPU", where="update_weights", do="use the wire shm")
+    maps = kept.setdefault("ipc", Maps())
+    return IpcReader(update.ipc, plan, maps, torch.device("cuda", torch.cuda.current_device()))
