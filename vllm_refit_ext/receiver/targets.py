@@ -7,6 +7,7 @@ checkpoint shape, and only the boxes that this rank's routes read are asked for,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,9 @@ from vllm_refit_ext.receiver.recording import Recording, record
 from vllm_refit_ext.receiver.routes.table import Routes
 from vllm_refit_ext.receiver.target_places import closure, place, unaligned
 from vllm_refit_ext.receiver.worker_view import WorkerView
+
+
+_CONVERTED = re.compile(r"(\w+) is converted to (\w+)")
 
 
 class Targets(msgspec.Struct):
@@ -153,11 +157,16 @@ def _problems(recording: Recording, reload: dict[str, str], held: Mapping[str, H
     """What is missing: parameters that no offered tensor fills, names that nothing here knows, tensors in a form that can't be loaded."""
     routes = recording.routes
     filled = {b.name for b in routes.placements.buffers}
+    odd = _odd_shapes(routes, manifest)
     problems = [
-        Problem("no offered tensor fills it", f"engine parameter {name!r}", what, "every element written", _hint(name, manifest))
+        Problem("no offered tensor fills it", f"engine parameter {name!r}", what, "every element written", odd.get(name) or _hint(name, manifest))
         for name, what in routes.unwritten.items()
         if not (name.endswith(SCALE) and name.removesuffix(SCALE) in filled & (held.keys() | _coded_when_made(routes)))
     ]
+    for name, reason in routes.computed.items():
+        pair = _CONVERTED.match(reason)
+        if pair and ("float" in pair[1]) != ("float" in pair[2]):
+            problems.append(Problem("the engine would convert bytes to numbers or back", f"tensor {name!r}", pair[1], pair[2]))
     unknown = [name for name in routes.dropped if name not in reload and routes.dropped[name].startswith("unknown")]
     known = [n for n in routes.placements.names if n not in unknown]
     problems += [Problem("the engine does not know it", f"tensor {name!r}", do=suggest(name, known)) for name in unknown]
@@ -172,6 +181,24 @@ def _problems(recording: Recording, reload: dict[str, str], held: Mapping[str, H
         for name in sorted(recording.rerouted & set(reload) - set(recording.partners))
     ]
     return problems
+
+
+def _odd_shapes(routes: Routes, manifest: Manifest) -> dict[str, str]:
+    """For a parameter that several tensors fill, those whose shape is not that of their kind: names that differ in numbers only."""
+    table = routes.placements
+    found: dict[str, str] = {}
+    for index, buffer in enumerate(table.buffers):
+        if buffer.name not in routes.unwritten:
+            continue
+        kinds: dict[str, dict[tuple[int, ...], list[str]]] = {}
+        for name in (table.names[t] for t in np.unique(table.tensor[table.buffer == index])):
+            kinds.setdefault(re.sub(r"\d+", "*", name), {}).setdefault(manifest.tensors[name].shape, []).append(name)
+        for shapes in kinds.values():
+            usual = max(shapes, key=lambda shape: len(shapes[shape]))
+            odd = [f"{name} {list(shape)}" for shape, names in shapes.items() if shape != usual for name in names]
+            if odd:
+                found[buffer.name] = f"correct the shape of {', '.join(odd[:3])}: others of its kind have {list(usual)}"
+    return found
 
 
 def _coded_when_made(routes: Routes) -> set[str]:

@@ -1,0 +1,98 @@
+"""The trainer's ranks: errors of one reach all, and a dead one is named within the deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_sender.ranks import Answer, Ranks, answer_of
+from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, WireError
+
+CODE = """
+import os, signal, sys
+import torch.distributed as dist
+from megatron_sender.ranks import Ranks, answer_of
+from vllm_refit_ext.core.errors import RefitError, WireError
+
+rank, mode = int(sys.argv[1]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)
+ranks = Ranks(6.0)
+print(ranks.exchange(answer_of(lambda: b"x%d" % rank), lambda values: [b"+".join(values) + b"@%d" % r for r in range(3)]).decode(), flush=True)
+
+def work():
+    if mode == "raise" and rank == 1:
+        raise WireError("no room", where="here", got=1, wanted=2)
+    if mode == "kill" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "stop" and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return b""
+
+try:
+    ranks.exchange(answer_of(work), lambda values: [b"done"] * 3)
+    print("done", flush=True)
+except RefitError as error:
+    print(type(error).__name__, str(error).replace("\\n", " "), flush=True)
+os._exit(0)
+"""
+
+
+def run(tmp_path: Path, mode: str) -> tuple[list[list[str]], float]:
+    begin = time.monotonic()
+    store = tmp_path / "store"
+    children = [
+        subprocess.Popen([sys.executable, "-c", CODE, str(rank), str(store), mode], stdout=subprocess.PIPE, text=True) for rank in range(3)
+    ]
+    try:
+        lines = [child.communicate(timeout=60)[0].splitlines() for child in (children[0], children[2])]
+    finally:
+        for child in children:
+            if child.poll() is None:
+                os.kill(child.pid, signal.SIGKILL)
+            child.wait()
+    return lines, time.monotonic() - begin
+
+
+def test_values_and_answers(tmp_path: Path) -> None:
+    lines, _ = run(tmp_path, "ok")
+    assert lines == [["x0+x1+x2@0", "done"], ["x0+x1+x2@2", "done"]]
+
+
+def test_an_error_reaches_every_rank(tmp_path: Path) -> None:
+    lines, _ = run(tmp_path, "raise")
+    for _, last in lines:
+        assert last.startswith("WireError trainer rank 1 · here: no room (got 1; wanted 2)")
+
+
+@pytest.mark.parametrize("mode", ["kill", "stop"])
+def test_a_rank_that_is_gone_is_named_in_time(tmp_path: Path, mode: str) -> None:
+    lines, seconds = run(tmp_path, mode)
+    for _, last in lines:
+        assert last.startswith("DeadlineError trainer rank 1: it did not answer"), last
+    assert seconds < 55
+
+
+def test_one_rank_needs_no_group() -> None:
+    ranks = Ranks(5.0)
+    assert ranks.exchange(Answer(b"a"), lambda values: [values[0] + b"b"]) == b"ab"
+
+    def fail() -> bytes:
+        raise WireError("no", where="there")
+
+    with pytest.raises(WireError, match="there: no"):
+        ranks.exchange(answer_of(fail), lambda values: values)
+
+    def fail_later(values: list[bytes]) -> list[bytes]:
+        raise DeadlineError("late")
+
+    with pytest.raises(DeadlineError, match="late"):
+        ranks.exchange(Answer(b""), fail_later)
+    with pytest.raises(RefitError, match="ValueError: odd"):
+        ranks.exchange(answer_of(lambda: (_ for _ in ()).throw(ValueError("odd"))), lambda values: values)
+    assert Answer(problems=[Problem("p")]).kind == "RefitError"
