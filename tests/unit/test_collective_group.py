@@ -1,0 +1,306 @@
+"""Meeting and travelling over real stores and real gloo groups, in processes of this machine, with faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from examples.support.launch import run_ranks
+from vllm_refit_ext.core.errors import ConfigError, DeadlineError, RefitError, SessionError, WireError
+from vllm_refit_ext.core.manifest import Manifest, TensorSpec
+from vllm_refit_ext.core.messages import UpdateInfo
+from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
+from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.receiver.writers import InPlaceWriter
+from vllm_refit_ext.wires import collective
+
+SHAPE = (24, 10)
+TRAINERS, ENGINES = 2, 2
+PRELOAD = ("vllm_refit_ext.wires.collective", "vllm_refit_ext.receiver.writers")
+
+
+def tables() -> tuple[Manifest, Placements, list[Placements]]:
+    """`t` cut by rows over the trainers and by columns over the engines, so that every pair exchanges something; `u` on trainer 1."""
+    manifest = Manifest({"t": TensorSpec(SHAPE, "float32"), "u": TensorSpec((7,), "bfloat16")})
+    rows, columns = SHAPE[0] // TRAINERS, SHAPE[1] // ENGINES
+    buffers = [Buffer(f"t{r}", r, "float32", (rows, SHAPE[1])) for r in range(TRAINERS)] + [Buffer("u", 1, "bfloat16", (7,))]
+    places = [Placement("t", r, (r * rows, 0), ((r + 1) * rows, SHAPE[1]), 0, (40, 4)) for r in range(TRAINERS)]
+    sources = Placements.from_rows(buffers, [*places, Placement("u", TRAINERS, (0,), (7,), 0, (2,))], list(manifest.tensors))
+    targets = []
+    for e in range(ENGINES):
+        mine = [Buffer("t", e, "float32", (SHAPE[0], columns)), Buffer("u", e, "bfloat16", (7,))]
+        place = Placement("t", 0, (0, e * columns), (SHAPE[0], (e + 1) * columns), 0, (columns * 4, 4))
+        targets.append(Placements.from_rows(mine, [place, Placement("u", 1, (0,), (7,), 0, (2,))]))
+    return manifest, sources, targets
+
+
+def content(version: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(240.0).reshape(SHAPE) + 1000 * version, torch.arange(7).bfloat16() + version
+
+
+class Rank:
+    """One rank of a small refit, trainer or engine, with the messages handed over through a folder."""
+
+    def __init__(self, folder: str, rank: int, bucket: int = 64) -> None:
+        collective.BUCKET_BYTES = bucket
+        self.folder, self.rank, self.kept = Path(folder), rank, {}
+        manifest, sources, targets = tables()
+        self.is_trainer = rank < TRAINERS
+        if self.is_trainer:
+            self.plan = build_plan(manifest, sources, concatenate(targets))
+            self.open()
+        else:
+            self.plan = build_plan(manifest, sources, targets[rank - TRAINERS])
+            self.params = {"t": torch.zeros(SHAPE[0], SHAPE[1] // ENGINES), "u": torch.zeros(7).bfloat16()}
+
+    def open(self) -> None:
+        rows = SHAPE[0] // TRAINERS
+        self.tensors = [torch.zeros(rows, SHAPE[1])] + ([torch.zeros(7).bfloat16()] if self.rank == 1 else [])
+        self.sender = collective.open_sender(self.rank, collective.shares(self.plan, TRAINERS)[self.rank], self.tensors)
+
+    def refit(
+        self, name: str, version: int, deadline_s: float = 20.0, before=lambda: None, during=lambda: None
+    ) -> dict[int, int]:
+        """One refit under `name`; returns this rank's bytes by peer. `before` the meeting, `during` the transfer."""
+        if self.is_trainer:
+            t, u = content(version)
+            rows = SHAPE[0] // TRAINERS
+            self.tensors[0].copy_(t[self.rank * rows : (self.rank + 1) * rows])
+            if self.rank == 1:
+                self.tensors[1].copy_(u)
+            part = self.sender.begin(self.tensors)
+            (self.folder / f"{name}.{self.rank}.part").write_bytes(part)
+            (self.folder / f"{name}.{self.rank}.part").rename(self.folder / f"{name}.{self.rank}")
+        parts = [self.read(f"{name}.{r}", deadline_s) for r in range(TRAINERS)]
+        info = collective.info(parts)
+        before()
+        end = time.monotonic() + deadline_s
+        if self.is_trainer:
+            during()
+            return self.sender.transfer(name, info, end)
+        update = UpdateInfo(wire="collective", version=name, session=name, deadline_s=deadline_s, collective=info)
+        reader = collective.open_reader(update, self.plan, self.kept)
+        try:
+            reader.start(end)
+            during()
+            for step in reader.steps:
+                InPlaceWriter(step, self.params).write(reader)
+            reader.confirm()
+        finally:
+            reader.close()
+        t, u = content(version)
+        e, columns = self.rank - TRAINERS, SHAPE[1] // ENGINES
+        assert torch.equal(self.params["t"], t[:, e * columns : (e + 1) * columns])
+        assert torch.equal(self.params["u"], u)
+        return dict(reader.received)
+
+    def read(self, name: str, wait_s: float) -> bytes:
+        end = time.monotonic() + wait_s
+        while not (self.folder / name).exists():
+            assert time.monotonic() < end, f"{name} did not come"
+            time.sleep(0.01)
+        return (self.folder / name).read_bytes()
+
+    def failure(self, name: str, **arguments) -> tuple[str, str, float]:
+        """Class, text and seconds of a refit that must fail."""
+        begin = time.monotonic()
+        try:
+            self.refit(name, 99, **arguments)
+        except RefitError as error:
+            return type(error).__name__, str(error), time.monotonic() - begin
+        raise AssertionError("the refit did not fail")
+
+
+def run(function, folder, *arguments, ranks: int = TRAINERS + ENGINES, timeout: float = 90.0) -> list:
+    return run_ranks(function, ranks, str(folder), *arguments, timeout=timeout, preload=PRELOAD)
+
+
+def _me() -> int:
+    return int(os.environ["RANK"])
+
+
+def several(folder: str, bucket: int) -> list[dict[int, int]]:
+    me = Rank(folder, _me(), bucket)
+    out = [me.refit(f"s{i}", i) for i in range(3)]
+    group = me.sender._link.group if me.is_trainer else me.kept["collective"].link.group
+    assert group is not None
+    assert group.name == "s0", "the group is made once and used again"
+    if me.is_trainer:
+        me.sender.close()
+    return out
+
+
+@pytest.mark.parametrize("bucket", [8, 100, 1 << 20])
+def test_refits_are_exact_and_carry_the_plans_bytes(tmp_path, bucket):
+    manifest, sources, targets = tables()
+    results = run(several, tmp_path, bucket)
+    want = {(e.source, target): e.nbytes for target, t in enumerate(targets) for e in build_plan(manifest, sources, t).edges()}
+    for rank in range(TRAINERS):
+        for sent in results[rank]:
+            assert sent == {t: n for (s, t), n in want.items() if s == rank}
+    for target in range(ENGINES):
+        for got in results[TRAINERS + target]:
+            assert got == {s: n for (s, t), n in want.items() if t == target}
+
+
+def refused(folder: str) -> list[tuple[str, str, float]]:
+    me = Rank(folder, _me())
+    me.refit("a", 0)
+    out = []
+    if me.rank == 3:  # this engine refuses: its ranks never come, and its call returns with an error
+        me.read("b.0", 20)
+        Path(folder, "no").touch()
+    elif me.rank == 0:
+
+        def tell() -> None:
+            me.read("no", 20)
+            me.sender.refuse("b", SessionError("not prepared", where="engine 1"), time.monotonic() + 10)
+
+        out.append(me.failure("b", before=tell))
+    else:
+        out.append(me.failure("b"))
+    me.refit("c", 3)
+    return out
+
+
+def test_a_refusal_stops_everyone_at_once_with_its_own_words(tmp_path):
+    results = run(refused, tmp_path)
+    told = [r[0] for i, r in enumerate(results) if i != 3]
+    assert {kind for kind, _, _ in told} == {"SessionError"}
+    assert {text for _, text, _ in told} == {"engine 1: not prepared"}
+    assert all(seconds < 15 for _, _, seconds in told)
+
+
+def absent(folder: str, stalled: int) -> list[tuple[str, str, float]]:
+    me = Rank(folder, _me())
+    me.refit("a", 0)
+    pause = (lambda: time.sleep(9)) if me.rank == stalled else (lambda: None)
+    out = [me.failure("b", deadline_s=3.0, before=pause)]
+    me.refit("c", 3)
+    return out
+
+
+@pytest.mark.parametrize("stalled", [0, 1, 3])
+def test_a_rank_that_comes_too_late_is_named_on_every_rank(tmp_path, stalled):
+    told = [r[0] for r in run(absent, tmp_path, stalled)]
+    name = ["trainer rank 0", "trainer rank 1", "engine rank 0", "engine rank 1"][stalled]
+    assert len({(kind, text) for kind, text, _ in told}) == 1, told
+    assert told[0][0] == "DeadlineError"
+    assert name in told[0][1]
+
+
+def restarted(folder: str) -> int:
+    me = Rank(folder, _me())
+    me.refit("a", 0)
+    if me.rank == 2:  # a new process knows nothing: no group, no store, nothing staged
+        me.kept["collective"].close()
+        me.kept = {}
+    me.refit("b", 1)
+    if me.is_trainer:  # so does a new trainer, whose store has another port
+        me.sender.close()
+        me.open()
+    me.refit("c", 2)
+    return 1
+
+
+def test_a_restarted_side_is_taken_in_again(tmp_path):
+    assert run(restarted, tmp_path) == [1] * 4
+
+
+def killed(folder: str, victim: int, when: str) -> tuple[str, str, float] | None:
+    me = Rank(folder, _me(), 8)
+    me.refit("a", 0)
+    die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    if me.rank == victim:
+        pid = os.fork()  # the launcher ends everyone when a rank dies: the child is the rank that dies
+        if pid == 0:
+            me.refit("b", 1, **{when: die})
+        os.waitpid(pid, 0)
+        # Its sockets live as long as any process holds them.
+        if me.is_trainer:
+            me.sender._link.close()
+        else:
+            me.kept["collective"].close()
+        return None
+    return me.failure("b", deadline_s=6.0)
+
+
+@pytest.mark.parametrize(("victim", "when"), [(1, "before"), (3, "before"), (3, "during")])
+def test_a_killed_rank_fails_the_others_by_the_deadline(tmp_path, victim, when):
+    results = [r for r in run(killed, tmp_path, victim, when) if r is not None]
+    assert len(results) == 3
+    for kind, text, seconds in results:
+        assert kind in ("DeadlineError", "WireError"), text
+        assert seconds < 6 + 4, text
+
+
+def stopped(folder: str) -> tuple[str, str, float]:
+    """Rank 3 is stopped, not dead, after all have met; it goes on when the others have failed."""
+    me = Rank(folder, _me(), 8)
+    me.refit("a", 0)
+    if me.rank == 3:
+        child = os.getpid()
+        waker = os.fork()
+        if waker == 0:
+            time.sleep(7)
+            os.kill(child, signal.SIGCONT)
+            os._exit(0)
+        out = me.failure("b", deadline_s=4.0, during=lambda: os.kill(child, signal.SIGSTOP))
+        os.waitpid(waker, 0)
+    else:
+        out = me.failure("b", deadline_s=4.0)
+    me.refit("c", 2, deadline_s=30.0)
+    return out
+
+
+def test_a_stopped_rank_fails_everyone_and_the_next_refit_works(tmp_path):
+    results = run(stopped, tmp_path)
+    assert {kind for kind, _, _ in results} <= {"DeadlineError", "WireError"}
+    assert all(seconds < 8 for _, _, seconds in results[:3])
+
+
+def test_messages_are_checked_before_anything_is_opened():
+    manifest, sources, targets = tables()
+    plan = build_plan(manifest, sources, targets[1])
+    told = collective.CollectiveInfo(host="127.0.0.1", port=9, backend="gloo", trainers=2, engines=2, bucket_bytes=64)
+    with pytest.raises(ConfigError, match="needs the field collective"):
+        collective.open_reader(UpdateInfo(wire="collective", version="v", session="s"), plan, {})
+    for bad, text in (
+        ({"engines": 1}, "does not fit"),
+        ({"trainers": 1}, "more trainer ranks"),
+        ({"bucket_bytes": 1}, "at least 8"),
+    ):
+        info = msgspec.structs.replace(told, **bad)
+        with pytest.raises(ConfigError, match=text):
+            collective.open_reader(UpdateInfo(wire="collective", version="v", session="s", collective=info), plan, {})
+
+
+def test_a_store_that_is_not_there_is_named():
+    manifest, sources, targets = tables()
+    plan = build_plan(manifest, sources, targets[1])
+    told = collective.CollectiveInfo(host="127.0.0.1", port=9, backend="gloo", trainers=2, engines=2, bucket_bytes=64)
+    with pytest.raises((WireError, DeadlineError), match="127.0.0.1:9"):
+        collective.open_reader(UpdateInfo(wire="collective", version="v", session="s", collective=told, deadline_s=3), plan, {})
+
+
+def test_the_store_is_served_on_the_address_and_port_that_were_taken(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    host, port, store = collective.open_store()
+    assert host == "127.0.0.1"
+    assert port == store.port
+    listening = Path("/proc/net/tcp").read_text().split("\n")[1:]
+    here = [
+        line.split()[1]
+        for line in listening
+        if line and line.split()[3] == "0A" and int(line.split()[1].split(":")[1], 16) == port
+    ]
+    assert here == [f"0100007F:{port:04X}"], "on loopback alone"
+    monkeypatch.setenv("VLLM_REFIT_HOST", "192.0.2.1")
+    with pytest.raises(WireError, match="VLLM_REFIT_HOST"):
+        collective.open_store()

@@ -1,0 +1,326 @@
+"""Wire `collective`: shard to shard over torch.distributed, NCCL between GPUs and gloo between CPUs, with the same code.
+
+For trainer and engines on different GPUs or hosts. Every trainer rank packs exactly the bytes that the plan takes from it and
+sends them to the engine rank that needs them. Nothing is gathered and nothing is broadcast; all parameters travel this way.
+
+A refit goes through these steps, each with the refit's deadline:
+
+1. Engine ranks check everything they can, agree inside their engine, then meet the trainer's ranks in the store.
+2. If some rank has no group, or another one than the rest, all drop theirs and build a new one; a second meeting follows. So a
+   rank that was restarted, or that failed in the last refit, is taken in again without a restart of the others.
+3. Rounds travel while earlier ones are written (`collective_rounds`, `collective_move`).
+
+Until all have met, no byte travels and no weight is written. After any failure a rank drops its group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm_refit_ext.core.box import Int
+from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, WireError
+from vllm_refit_ext.core.messages import CollectiveInfo, UpdateInfo
+from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.table import Column, pack, unpack
+from vllm_refit_ext.wires.collective_group import Backend, Group
+from vllm_refit_ext.wires.collective_meet import CONNECT_S, Store, open_store
+from vllm_refit_ext.wires.collective_move import Outgoing, Packer, Unpacker
+from vllm_refit_ext.wires.collective_rounds import Rounds, rounds
+
+BUCKET_BYTES = 64 << 20
+"""Payload of a round and of a batch. At 400 GB/s it travels in 0.2 ms, long against the cost of starting a batch."""
+
+
+class _Share(msgspec.Struct):
+    """What a trainer rank must know: the sizes of both sides, and its pieces as in `Outgoing`, one column each."""
+
+    trainers: int
+    engines: int
+    bucket_bytes: int
+    pieces: list[Column]
+
+
+class _Part(msgspec.Struct):
+    """What a trainer rank tells rank 0: how it can travel, and from rank 0 where the store is."""
+
+    backend: Backend
+    trainers: int
+    engines: int
+    bucket_bytes: int
+    host: str = ""
+    port: int = 0
+
+
+def rank_names(trainers: int, engines: int) -> list[str]:
+    """Names of all ranks of the group: trainer ranks, then engine ranks in the plan's numbers."""
+    return [*(f"trainer rank {r}" for r in range(trainers)), *(f"engine rank {r}" for r in range(engines))]
+
+
+class Link:
+    """One rank's ties to the others: the store and the group, kept from refit to refit."""
+
+    def __init__(self, rank: int, names: Sequence[str], backend: Backend) -> None:
+        self.rank, self.names, self.backend = rank, list(names), backend
+        self.store: Store | None = None
+        self.group: Group | None = None
+
+    def connect(self, host: str, port: int, deadline: float) -> None:
+        """Reach the store. Raises WireError, DeadlineError."""
+        if self.store is None:
+            self.store = Store(host, port, deadline)
+
+    def join(self, session: str, deadline: float) -> Group:
+        """Meet all ranks for refit `session`, and make a new group if not all hold the same one. Raises the same error on every rank."""
+        assert self.store is not None
+        try:
+            held = self.group.name if self.group is not None else ""
+            words = self.store.meet(f"{session}/ready", self.rank, self.names, held.encode(), deadline)
+            if self.group is None or len(set(words)) > 1:
+                self.drop()
+                self.group = self._new_group(session, deadline)
+        except RefitError:
+            self.close()
+            raise
+        return self.group
+
+    def _new_group(self, session: str, deadline: float) -> Group:
+        assert self.store is not None
+        key = f"{session}/joined"
+        try:
+            group = Group(session, self.store, self.rank, self.names, self.backend, deadline)
+        except RefitError as error:
+            raise self.store.stop(key, error, deadline + CONNECT_S) from None
+        try:
+            self.store.meet(key, self.rank, self.names, b"", deadline)
+        except RefitError:
+            group.close()
+            raise
+        return group
+
+    def drop(self) -> None:
+        """Leave the group."""
+        if self.group is not None:
+            self.group.close()
+        self.group = None
+
+    def close(self) -> None:
+        """Leave the group and the store."""
+        self.drop()
+        self.store = None
+
+
+class CollectiveSender:
+    """A trainer rank's half. `begin` says where to meet, `transfer` meets and sends while the engines' update call runs."""
+
+    def __init__(self, rank: int, share: _Share, backend: Backend) -> None:
+        self._share, self._backend = share, backend
+        self._link = Link(rank, rank_names(share.trainers, share.engines), backend)
+        self._packer = Packer(Outgoing(*(unpack(c) for c in share.pieces)), share.trainers, share.bucket_bytes)
+        # The port is held from now on, by rank 0 alone.
+        self._server: tuple[str, int, Any] | None = open_store() if rank == 0 else None
+        self._met: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        """Remember the live tensors; nothing is copied. Returns this rank's part of the message."""
+        self._tensors = list(tensors)
+        host, port = self._server[:2] if self._server is not None else ("", 0)
+        share = self._share
+        return msgspec.msgpack.encode(_Part(self._backend, share.trainers, share.engines, share.bucket_bytes, host, port))
+
+    def transfer(self, session: str, info: CollectiveInfo, deadline: float) -> dict[int, int]:
+        """Meet the engines and send. deadline: time.monotonic seconds. Returns payload bytes by engine rank.
+
+        Raises what stopped the meeting (on every rank the same), WireError or DeadlineError for bytes that did not travel.
+        """
+        self._link.connect(info.host, info.port, deadline)
+        if self._server is not None:
+            self._forget(session, deadline)
+        group = self._link.join(session, deadline)
+        try:
+            return self._packer.run(group, self._tensors, deadline)
+        except BaseException:
+            self._link.drop()
+            raise
+
+    def refuse(self, session: str, error: RefitError, deadline: float) -> None:
+        """Tell all that wait for refit `session` to begin that it will not: an engine refused it. Too late, it does nothing."""
+        assert self._server is not None
+        with contextlib.suppress(RefitError):
+            store = Store(*self._server[:2], deadline)
+            for step in ("ready", "joined"):
+                store.stop(f"{session}/{step}", error, deadline)
+
+    def _forget(self, session: str, deadline: float) -> None:
+        """Remove the keys of the refit before last, which nobody can still be reading."""
+        assert self._link.store is not None
+        self._met.append(session)
+        if len(self._met) > 2:
+            old = self._met.pop(0)
+            for step in ("ready", "joined"):
+                self._link.store.forget(f"{old}/{step}", len(self._link.names), deadline)
+
+    def close(self) -> None:
+        """Leave the group and give the port back. Safe to call twice."""
+        self._link.close()
+        self._server = None
+
+
+class CollectiveReader:
+    """An engine rank's half, for one refit. Link, rounds and staging are kept for the next."""
+
+    def __init__(self, link: Link, unpacker: Unpacker, session: str) -> None:
+        self._link, self._unpacker, self._session = link, unpacker, session
+        self.whole, self.steps = unpacker.whole, unpacker.steps
+        self._done = False
+
+    @property
+    def received(self) -> dict[int, int]:
+        """Payload bytes by trainer rank, counted as they came."""
+        return self._unpacker.received
+
+    def start(self, deadline: float) -> None:
+        """Meet all ranks. Raises on all ranks alike, before the first write."""
+        group = self._link.join(self._session, deadline)
+        self._unpacker.begin(group, deadline)
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        """Staging that source `buffer` of `whole` or of a step lies in, once it is filled."""
+        return self._unpacker.memory(buffer)
+
+    def confirm(self) -> None:
+        """Raise WireError when rounds were left."""
+        if not self._unpacker.done:
+            raise WireError("the writers left rounds unread", where="wire collective")
+        self._done = True
+
+    def close(self) -> None:
+        """Leave the group unless everything came: what is still under way must reach nobody."""
+        if not self._done:
+            self._link.close()
+
+
+class _Kept:
+    """What an engine rank keeps between refits."""
+
+    def __init__(self, info: CollectiveInfo, link: Link, plan: Plan, unpacker: Unpacker) -> None:
+        self.info, self.link, self.plan, self.unpacker = info, link, plan, unpacker
+
+    def close(self) -> None:
+        self.link.close()
+
+
+def shares(plan: Plan, ranks: int) -> list[bytes]:
+    """Cut the travel of the whole plan for the trainer's ranks."""
+    engines = 1 + max((b.rank for b in plan.targets), default=-1)
+    travels = _travels(plan, engines, BUCKET_BYTES)
+    return [msgspec.msgpack.encode(_Share(ranks, engines, BUCKET_BYTES, _pieces(travels, plan, rank))) for rank in range(ranks)]
+
+
+def _travels(plan: Plan, engines: int, bucket_bytes: int) -> list[tuple[Rounds, Int]]:
+    """For each engine rank its rounds, and the order of its pieces by source, round and place in the message."""
+    found = []
+    for target in range(engines):
+        r = rounds(plan.for_target(target), bucket_bytes)
+        found.append((r, np.lexsort((r.at, r.number, r.plan.source_rank))))
+    return found
+
+
+def _pieces(travels: Sequence[tuple[Rounds, Int]], plan: Plan, rank: int) -> list[Column]:
+    """The columns of `Outgoing` for one trainer rank."""
+    first = int(np.searchsorted([b.rank for b in plan.sources], rank))
+    depth = plan.extent.shape[1]
+    parts: list[tuple[Int, ...]] = [(*(np.zeros(0, np.int64),) * 5, *(np.zeros((0, depth), np.int64),) * 2)]
+    for target, (r, order) in enumerate(travels):
+        begin, end = np.searchsorted(r.plan.source_rank[order], [rank, rank + 1])
+        rows, p = order[begin:end], r.plan
+        where = (np.full(len(rows), target, np.int64), r.number[rows])
+        parts.append(
+            (*where, p.nbytes[rows], p.source[rows] - first, p.source_offset[rows], p.extent[rows], p.source_strides[rows])
+        )
+    columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
+    order = np.lexsort((columns[0], columns[1]))  # stable: the pieces of a message stay in their order
+    return [pack(c[order]) for c in columns]
+
+
+def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> CollectiveSender:
+    """Make this rank's half. Raises WireError (no address to listen on), ConfigError (tensors on several kinds of device)."""
+    kinds = {t.device.type for t in tensors}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        got = ", ".join(sorted(kinds))
+        raise ConfigError(
+            "the trainer's tensors lie on several kinds of device", where=f"trainer rank {rank}", got=got, wanted="cpu or cuda"
+        )
+    return CollectiveSender(rank, msgspec.msgpack.decode(share, type=_Share), "nccl" if kinds == {"cuda"} else "gloo")
+
+
+def info(parts: Sequence[bytes]) -> CollectiveInfo:
+    """The message for `update_weights`. Raises ConfigError when trainer ranks hold their weights on different kinds of device."""
+    decoded = [msgspec.msgpack.decode(p, type=_Part) for p in parts]
+    backends = sorted({p.backend for p in decoded})
+    if len(backends) > 1:
+        raise ConfigError(
+            "some trainer ranks hold their weights on a GPU and some do not", where="wire collective", got=", ".join(backends)
+        )
+    head = decoded[0]
+    return CollectiveInfo(
+        host=head.host,
+        port=head.port,
+        backend=head.backend,
+        trainers=head.trainers,
+        engines=head.engines,
+        bucket_bytes=head.bucket_bytes,
+    )
+
+
+def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> CollectiveReader:
+    """Check the message, reach the store, and lay out the rounds. Raises ConfigError, WireError, DeadlineError."""
+    told = update.collective
+    if told is None:
+        raise ConfigError(
+            "wire collective needs the field collective", where="update_weights", do="pass what the sender's wire returned"
+        )
+    ranks = {b.rank for b in plan.targets}
+    if len(ranks) != 1 or not 0 <= (rank := ranks.pop()) < told.engines:
+        got = f"targets of engine ranks {sorted({b.rank for b in plan.targets})} of {told.engines}"
+        raise ConfigError("this rank's number does not fit the message", where="wire collective", got=got, do="prepare again")
+    sources = 1 + max((b.rank for b in plan.sources), default=-1)
+    problems = _problems(told, sources)
+    if problems:
+        raise ConfigError.of(problems)
+    deadline = time.monotonic() + min(CONNECT_S, update.deadline_s)
+    held = kept.get("collective")
+    if held is not None and held.info != told:
+        kept.pop("collective").close()
+        held = None
+    if held is None or held.plan is not plan:
+        link = (
+            held.link if held is not None else Link(told.trainers + rank, rank_names(told.trainers, told.engines), told.backend)
+        )
+        device = torch.device("cuda", torch.cuda.current_device()) if told.backend == "nccl" else torch.device("cpu")
+        held = kept["collective"] = _Kept(told, link, plan, Unpacker(rounds(plan, told.bucket_bytes), device))
+    held.link.connect(told.host, told.port, deadline)
+    return CollectiveReader(held.link, held.unpacker, update.session)
+
+
+def _problems(told: CollectiveInfo, sources: int) -> list[Problem]:
+    problems = []
+    where = "wire collective"
+    if told.backend == "nccl" and not torch.cuda.is_available():
+        problems.append(Problem("the trainer sends from GPUs and this engine has none", where, "cpu", "cuda"))
+    if sources > told.trainers:
+        problems.append(
+            Problem(
+                "the plan reads from more trainer ranks than take part", where, str(sources), str(told.trainers), "prepare again"
+            )
+        )
+    if told.bucket_bytes < 8:
+        problems.append(Problem("a bucket must hold an element", where, str(told.bucket_bytes), "at least 8 bytes"))
+    return problems

@@ -1,0 +1,200 @@
+"""The group that bytes travel through: torch.distributed's own object over trainer and engine ranks, NCCL or gloo.
+
+It is neither side's default group nor a child of one, so it can be made, dropped and made again without touching the collectives
+of the trainer or of vLLM. Every wait has a deadline. After any failure the group is dropped, never used again: a message that
+is still under way in it can't reach the next refit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch.distributed import PrefixStore
+
+from vllm_refit_ext.core.errors import DeadlineError, RefitError, WireError
+from vllm_refit_ext.wires.collective_meet import Store, local_address, run_until
+
+Backend = Literal["gloo", "nccl"]
+POLL_S = 50e-6
+"""Pause between two looks at a GPU's progress. Short against a bucket's travel, long against the look."""
+NEVER = timedelta(days=365)
+"""The time-out given to NCCL's own watchdog, which would end the whole process. The deadlines here come first."""
+
+
+class Parcel(msgspec.Struct):
+    """A message to or from `peer`. tag: the round, so that one pair's messages are told apart. data: uint8 [n], contiguous."""
+
+    peer: int
+    tag: int
+    data: torch.Tensor
+
+
+class Ticket:
+    """Operations under way. `wait` returns when all are done."""
+
+    def __init__(self, group: Group, works: list[Any], peers: list[int]) -> None:
+        self._group, self._works, self._peers = group, works, peers
+
+    def wait(self, deadline: float) -> None:
+        """Wait until `deadline` (time.monotonic seconds) at most. Raises DeadlineError, WireError with the peer's name."""
+        while self._works:
+            problem = self._group.wait_one(self._works[-1], deadline)
+            if problem:
+                # References to a work keep the group's sockets open, and the peers must learn of this.
+                self._works.clear()
+                raise self._group.lost(self._peers, problem, deadline)
+            self._works.pop()
+
+    def drop(self) -> None:
+        """Forget the operations."""
+        self._works.clear()
+
+
+class Group:
+    """One rank's membership. `names`: of all ranks, for errors."""
+
+    def __init__(self, name: str, store: Store, rank: int, names: Sequence[str], backend: Backend, deadline: float) -> None:
+        """Collective over all ranks of `names`; `name` is new for every group. Raises DeadlineError when a rank does not come."""
+        self.name, self.rank, self.names, self.backend = name, rank, list(names), backend
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._tickets: list[Ticket] = []
+        where = f"wire collective, {self.names[rank]}"
+        prefix = PrefixStore(f"group/{name}", store.raw.clone())
+        left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        make = _gloo if backend == "gloo" else _nccl
+        try:
+            self._group: Any = run_until(
+                deadline + 1.0,
+                "the group of all ranks did not come up",
+                where,
+                lambda: make(prefix, rank, len(names), left, local_address(store.host, store.port), self.device),
+            )
+        except RefitError:
+            raise
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            got = text[0][:200] if text else type(error).__name__
+            do = "see which rank is dead or stopped, and whether the hosts reach each other"
+            kind = DeadlineError if time.monotonic() >= deadline or "imed out" in got or "timeout" in got else WireError
+            raise kind("the group of all ranks did not come up", where=where, got=got, do=do) from None
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Ticket:
+        """Start operations as one batch and return at once. Raises WireError when a peer is gone already."""
+        works: list[Any] = []
+        peers = [p.peer for p in (*receives, *sends)]
+        problem = ""
+        try:
+            with self._batch(works):
+                for p in receives:
+                    works.append(self._group.recv([p.data], p.peer, p.tag))
+                for p in sends:
+                    works.append(self._group.send([p.data], p.peer, p.tag))
+        except RuntimeError as error:
+            problem = str(error)
+        ticket = Ticket(self, works, peers)
+        self._tickets = [t for t in self._tickets if t._works]
+        self._tickets.append(ticket)
+        if problem:
+            ticket.drop()
+            raise self.lost(peers, problem, float("inf"))
+        return ticket
+
+    @contextlib.contextmanager
+    def _batch(self, works: list[Any]) -> Iterator[None]:
+        """NCCL runs what is issued inside as one group; gloo needs no grouping."""
+        if self.backend == "gloo":
+            yield
+            return
+        self._group._start_coalescing()
+        yield
+        works.clear()  # the batch has one work for all its operations
+        works.append(self._group._end_coalescing())
+
+    def wait_one(self, work: Any, deadline: float) -> str:
+        """Wait for one operation; returns what went wrong, as text without a traceback that would keep the work alive."""
+        left = deadline - time.monotonic()
+        if self.backend == "gloo":
+            try:
+                work.wait(timedelta(seconds=max(0.001, left)))
+            except RuntimeError as error:
+                return str(error)
+            return ""
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return "timed out"
+            time.sleep(POLL_S)
+        try:
+            work.wait()  # orders the current stream after the operation
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def lost(self, peers: Sequence[int], text: str, deadline: float) -> RefitError:
+        """The error for operations with `peers` that failed with `text`."""
+        line = (text.strip().splitlines() or ["no reason"])[0]
+        line = line.rpartition("] ")[2][:160]
+        where = f"wire collective, {self.names[self.rank]}"
+        whom = ", ".join(self.names[p] for p in sorted(set(peers))[:8])
+        if time.monotonic() >= deadline or "imed out" in text:
+            do = "see whether one of these processes, or one they wait for, is stopped or stuck"
+            return DeadlineError(
+                f"bytes to or from {whom} did not travel in time", where=where, got=line, wanted="before the deadline", do=do
+            )
+        do = "see which process has died; the next refit builds a new group"
+        return WireError(f"a connection to {whom} broke", where=where, got=line, do=do)
+
+    def close(self) -> None:
+        """Leave the group; ranks that still wait for this one fail at once with gloo, at their deadline with NCCL. Never waits long."""
+        group, self._group = self._group, None
+        for ticket in self._tickets:
+            ticket.drop()
+        self._tickets = []
+        if group is not None:
+            with contextlib.suppress(Exception):
+                run_until(time.monotonic() + 10.0, "abort", "", group.abort)
+
+
+def _gloo(store: Any, rank: int, size: int, left: timedelta, address: str, device: torch.device) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    options._timeout = left
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options._devices = [
+        ProcessGroupGloo.create_device(interface=interface) if interface else ProcessGroupGloo.create_device(hostname=address)
+    ]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, left: timedelta, address: str, device: torch.device) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    torch.cuda.set_device(device)
+    options = ProcessGroupNCCL.Options()
+    options._timeout = NEVER
+    # Read while the group is made: with error handling on, NCCL's watchdog ends the process when a peer dies.
+    before = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    try:
+        group = ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+        else:
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = before
+    # NCCL connects at the first operation, in which every rank must take part, also one that has nothing to move.
+    work = group.allreduce([torch.zeros(1, device=device)])
+    end = time.monotonic() + left.total_seconds()
+    while not work.is_completed():
+        if time.monotonic() > end:
+            group.abort()
+            raise TimeoutError("timed out in NCCL's first operation")
+        time.sleep(POLL_S)
+    return group

@@ -1,0 +1,194 @@
+"""Meeting in a store: all ranks of a refit, trainers and engines, go on together or stop together with the same problems.
+
+Trainer rank 0 hosts the store on a port that it holds from the start. In a meeting every rank writes its word; the last to come
+sets the verdict "go", a rank whose deadline passes sets "stop" with the names of the missing, and whoever knows a reason to stop
+sets "stop" with it. Setting is atomic and the first decides for all, so no rank goes on alone. Nothing here is a collective:
+a rank that never comes leaves nothing behind that the next meeting could trip over.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch.distributed import DistError, TCPStore
+
+from vllm_refit_ext.core import errors
+from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, WireError
+
+CONNECT_S = 10.0
+"""Seconds within which a store on a reachable host must answer."""
+SLACK_S = 2.0
+"""Seconds beyond a deadline in which a rank may still learn the verdict, so that all tell the same story."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """How a meeting ended. words: what the ranks said, in rank order, when all may go on; else the problems and their class."""
+
+    words: list[bytes] = []
+    problems: list[Problem] = []
+    kind: str = "WireError"
+
+
+class Store:
+    """A connection to the store of one refit sender. No call waits beyond its deadline, even if the host is stopped."""
+
+    def __init__(self, host: str, port: int, deadline: float) -> None:
+        """deadline: in time.monotonic() seconds, as everywhere in this module. Raises WireError, DeadlineError."""
+        self.host, self.port = host, port
+        self._store: Any = None
+        try:
+            self._store = run_until(deadline, "the trainer's store did not answer", self._where, lambda: _connect(host, port))
+        except (DistError, RuntimeError) as error:
+            do = "see whether trainer rank 0 is alive and its host and port can be reached from here"
+            raise WireError("the trainer's store can't be reached", where=self._where, got=_line(error), do=do) from None
+
+    @property
+    def _where(self) -> str:
+        return f"wire collective, store at {self.host}:{self.port}"
+
+    @property
+    def raw(self) -> Any:
+        """torch's store."""
+        return self._store
+
+    def call[T](self, work: Callable[[Any], T], deadline: float) -> T:
+        """`work(store)`. Raises WireError when the store is gone, DeadlineError when it does not answer."""
+        try:
+            return run_until(deadline, "the trainer's store did not answer", self._where, lambda: work(self._store))
+        except (DistError, RuntimeError) as error:
+            raise WireError(
+                "the trainer's store is gone", where=self._where, got=_line(error), do="trainer rank 0 hosts it: start it again"
+            ) from None
+
+    def meet(self, key: str, rank: int, names: Sequence[str], word: bytes, deadline: float) -> list[bytes]:
+        """Meet the other ranks under `key`, new for every meeting. names: of all ranks, for errors. Returns all words in rank order.
+
+        Raises on every rank the same error: what a rank stopped the meeting with, or DeadlineError naming who did not come.
+        """
+        size = len(names)
+        mine = [f"{key}/word/{r}" for r in range(size)]
+
+        def take_part(store: Any) -> Verdict:
+            store.set(mine[rank], word)
+            if store.add(f"{key}/count", 1) == size:
+                _decide(store, key, Verdict(words=store.multi_get(mine)))
+            elif not _wait(store, f"{key}/verdict", deadline):
+                missing = [names[r] for r in range(size) if not store.check([mine[r]])]
+                do = "see whether that process is dead, stopped or slow; the next refit starts afresh"
+                told = [
+                    Problem("it did not come to the refit", ", ".join(missing), "nothing", "its word before the deadline", do)
+                ]
+                _decide(store, key, Verdict(problems=told, kind="DeadlineError"))
+            return msgspec.msgpack.decode(store.get(f"{key}/verdict"), type=Verdict)
+
+        verdict = self.call(take_part, deadline + SLACK_S)
+        if verdict.problems:
+            raise _error(verdict)
+        return verdict.words
+
+    def stop(self, key: str, error: RefitError, deadline: float) -> RefitError:
+        """End the meeting `key` with `error` for everyone, unless it is decided already. Returns the error that all ranks raise."""
+        mine = Verdict(problems=error.problems, kind=type(error).__name__)
+        verdict = self.call(lambda store: _decide(store, key, mine), deadline)
+        return _error(verdict) if verdict.problems else error
+
+    def forget(self, key: str, size: int, deadline: float) -> None:
+        """Remove what the meeting `key` of `size` ranks left."""
+        keys = [f"{key}/count", f"{key}/verdict", *(f"{key}/word/{r}" for r in range(size))]
+        self.call(lambda store: [store.delete_key(k) for k in keys], deadline)
+
+
+def run_until[T](deadline: float, what: str, where: str, work: Callable[[], T]) -> T:
+    """`work()` in a thread, which is left behind when the deadline passes: neither the store's nor a group's calls can be ended."""
+    box: list[tuple[bool, Any]] = []
+
+    def run() -> None:
+        try:
+            box.append((True, work()))
+        except Exception as error:  # noqa: BLE001 - raised by the waiting thread
+            box.append((False, error))
+
+    thread = threading.Thread(target=run, name="refit-collective", daemon=True)
+    thread.start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+    if not box:
+        raise DeadlineError(
+            what, where=where, wanted="before the deadline", do="see whether a process of this refit is stopped or overloaded"
+        )
+    good, result = box[0]
+    if not good:
+        raise result
+    return result  # type: ignore[no-any-return]
+
+
+def open_store() -> tuple[str, int, Any]:
+    """Host a store: its address, its port and torch's object, which must be kept.
+
+    The address is VLLM_REFIT_HOST, else MASTER_ADDR (trainer rank 0's host, for torch), else loopback. The kernel chooses the port,
+    and the socket that got it is the one the store serves on. Raises WireError when the address is not of this host.
+    """
+    host = os.environ.get("VLLM_REFIT_HOST") or os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind(address)
+        listener.listen(4096)
+    except OSError as error:
+        do = "set VLLM_REFIT_HOST on trainer rank 0 to an address of its host that the engines can reach"
+        raise WireError(
+            "can't listen for the engines", where="wire collective", got=f"{host}: {error.strerror or error}", do=do
+        ) from None
+    address, port = listener.getsockname()[:2]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=CONNECT_S),
+    )
+    return address, port, store
+
+
+def local_address(host: str, port: int) -> str:
+    """The address of this host from which `host` is reached. Nothing is sent."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def _connect(host: str, port: int) -> Any:
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
+
+
+def _decide(store: Any, key: str, verdict: Verdict) -> Verdict:
+    """Set the verdict if nobody has; the one that stands."""
+    return msgspec.msgpack.decode(store.compare_set(f"{key}/verdict", "", msgspec.msgpack.encode(verdict)), type=Verdict)
+
+
+def _error(verdict: Verdict) -> RefitError:
+    kind: type[RefitError] = getattr(errors, verdict.kind, WireError)
+    return kind.of(verdict.problems)
+
+
+def _wait(store: Any, key: str, deadline: float) -> bool:
+    from torch.distributed import DistStoreError
+
+    try:
+        store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except DistStoreError:
+        return False
+    return True
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,259 @@
+"""Both ends of the travel: a trainer rank packs and sends its messages, an engine rank receives rounds and offers them.
+
+Each end has a ring of two staging buffers, made once. While one bucket travels the other is packed, or written into the
+engine. So the bytes in flight at a rank are at most two buckets, and the operations in flight two batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm_refit_ext.core.box import Int
+from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.errors import WireError
+from vllm_refit_ext.core.placement import Buffer
+from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.wires.boxes import as_bytes, box_view
+from vllm_refit_ext.wires.collective_group import Parcel
+from vllm_refit_ext.wires.collective_rounds import ALIGN, Rounds
+
+RING = 2
+"""Staging buffers a rank: one travels while the other is packed or written."""
+OPERATIONS = 16
+"""Most operations in one batch. NCCL makes progress on all operations of a small group at once; on thousands it stalls."""
+
+
+class Waiter(Protocol):
+    """Operations under way."""
+
+    def wait(self, deadline: float) -> None: ...
+
+
+class Transport(Protocol):
+    """What carries parcels: `collective_group.Group`, or a stand-in of the same kind."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Waiter: ...
+
+
+class Outgoing(msgspec.Struct):
+    """The pieces that one trainer rank sends, sorted by (round, target, place in the message). All int64.
+
+    target: engine rank. number: round. nbytes: of each piece. tensor: index into the rank's live tensors. offset: bytes into it.
+    extent [n, D] elements. strides [n, D] bytes.
+    """
+
+    target: Int
+    number: Int
+    nbytes: Int
+    tensor: Int
+    offset: Int
+    extent: Int
+    strides: Int
+
+
+class _Message(msgspec.Struct, frozen=True):
+    """Pieces first..last, one after another, to engine rank `target` in round `number`."""
+
+    target: int
+    number: int
+    first: int
+    last: int
+    nbytes: int
+
+
+class _Copies(msgspec.Struct):
+    """A batch: copy each of `out` to its place in `into`, then send `parcels`."""
+
+    into: list[torch.Tensor]
+    out: list[torch.Tensor]
+    parcels: list[Parcel]
+
+
+class Packer:
+    """A trainer rank's end: what to pack where, found once; run for every refit."""
+
+    def __init__(self, pieces: Outgoing, first: int, bucket_bytes: int) -> None:
+        """first: group rank of engine rank 0. bucket_bytes: most payload of a batch."""
+        self._pieces, self._first = pieces, first
+        self._messages = list(_messages(pieces))
+        self._batches = list(_batches(self._messages, bucket_bytes))
+        self._room = max((sum(_padded(m.nbytes) for m in batch) for batch in self._batches), default=0)
+        self._ring: list[torch.Tensor] = []
+        self._copies: list[_Copies] = []
+        self._addresses: list[int] = []
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the ring."""
+        return RING * self._room
+
+    def run(self, transport: Transport, tensors: Sequence[torch.Tensor], deadline: float) -> dict[int, int]:
+        """Send everything. Returns payload bytes by engine rank. Raises WireError, DeadlineError."""
+        addresses = [t.data_ptr() for t in tensors]
+        if not self._ring or addresses != self._addresses:
+            self._ring = self._ring or [torch.empty(self._room, dtype=torch.uint8, device=transport.device) for _ in range(RING)]
+            self._addresses = addresses
+            self._copies = [self._copies_of(batch, self._ring[i % RING], tensors) for i, batch in enumerate(self._batches)]
+        flying: list[Waiter | None] = [None] * RING
+        for index, copies in enumerate(self._copies):
+            waiting = flying[index % RING]
+            if waiting is not None:
+                waiting.wait(deadline)
+            with torch.no_grad():
+                torch._foreach_copy_(copies.into, copies.out)
+            flying[index % RING] = transport.post(copies.parcels, [])
+        for waiting in flying:
+            if waiting is not None:
+                waiting.wait(deadline)
+        sent: dict[int, int] = {}
+        for message in self._messages:
+            sent[message.target] = sent.get(message.target, 0) + message.nbytes
+        return sent
+
+    def _copies_of(self, batch: Sequence[_Message], slot: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Copies:
+        """What fills a staging buffer, as pairs of views, and the parcels that leave it."""
+        p, copies, start = self._pieces, _Copies([], [], []), 0
+        for message in batch:
+            copies.parcels.append(Parcel(self._first + message.target, message.number, slot[start : start + message.nbytes]))
+            at = start
+            for i in range(message.first, message.last):
+                source, extent, size = tensors[int(p.tensor[i])], p.extent[i].tolist(), int(p.nbytes[i])
+                copies.out.append(box_view(as_bytes(source), source.dtype, int(p.offset[i]), extent, p.strides[i].tolist()))
+                copies.into.append(slot[at : at + size].view(source.dtype).view(extent))
+                at += size
+            start += _padded(message.nbytes)
+        return copies
+
+
+def _messages(pieces: Outgoing) -> Iterator[_Message]:
+    new = np.ones(len(pieces.target), bool)
+    new[1:] = (np.diff(pieces.number) != 0) | (np.diff(pieces.target) != 0)
+    starts = [*np.flatnonzero(new).tolist(), len(new)]
+    for a, b in pairwise(starts):
+        yield _Message(int(pieces.target[a]), int(pieces.number[a]), a, b, int(pieces.nbytes[a:b].sum()))
+
+
+def _batches(messages: Sequence[_Message], bucket_bytes: int) -> Iterator[list[_Message]]:
+    """Consecutive messages, as many as fit a bucket and the bound on operations; at least one."""
+    batch: list[_Message] = []
+    size = 0
+    for message in messages:
+        if batch and (size + message.nbytes > bucket_bytes or len(batch) == OPERATIONS):
+            yield batch
+            batch, size = [], 0
+        batch.append(message)
+        size += message.nbytes
+    if batch:
+        yield batch
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Unpacker:
+    """An engine rank's end. It is the memory of staged plans: the same moves, with staging buffers as their sources.
+
+    whole: all moves. steps: those in place, a plan a round. A round's bytes are fetched when a buffer of it is first asked for, which
+    gives up those of the round two before; scales alone stay until the end.
+    """
+
+    def __init__(self, rounds: Rounds, device: torch.device) -> None:
+        self.rounds = rounds
+        self.received: dict[int, int] = {}
+        count = len(rounds.messages)
+        room = max((_padded(rounds.size(r)) for r in range(rounds.kept, count)), default=0)
+        self._ring = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(RING)]
+        self._kept = [torch.empty(_padded(rounds.size(r)), dtype=torch.uint8, device=device) for r in range(rounds.kept)]
+        self._dtypes = sorted({b.dtype for b in rounds.plan.sources})
+        self.whole = self._staged_plan()
+        scales = rounds.number < rounds.kept
+        # Scales stand in every step, beside their codes; alone where nothing but scales is written in place.
+        self.steps = [self.whole.select(scales | (rounds.number == r)) for r in range(rounds.kept + rounds.reloads, count)]
+        self.steps = self.steps or [self.whole.select(scales)]
+        self._transport: Transport | None = None
+        self._deadline = 0.0
+        self._flying: list[list[Waiter]] = []
+        self._here = 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the ring and of kept scales."""
+        return sum(t.nbytes for t in (*self._ring, *self._kept))
+
+    def begin(self, transport: Transport, deadline: float) -> None:
+        """Start a refit: nothing of the last one is left."""
+        self._transport, self._deadline = transport, deadline
+        self.received, self._flying, self._here = {}, [], 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every round was received."""
+        return self._here == len(self.rounds.messages)
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        """The staging buffer that source `buffer` of a staged plan lies in, uint8, once its round is there.
+
+        Raises WireError, DeadlineError where it does not come.
+        """
+        number = buffer // len(self._dtypes)
+        while self._here <= number:
+            self._fetch()
+        if self.rounds.kept <= number < self._here - 1:
+            raise WireError("a round was asked for after a later one", where="wire collective", got=number, wanted=self._here - 1)
+        return self._slot(number)
+
+    def _slot(self, number: int) -> torch.Tensor:
+        kept = self.rounds.kept
+        return self._kept[number] if number < kept else self._ring[(number - kept) % RING]
+
+    def _fetch(self) -> None:
+        """Wait for the next round. Its predecessor's bytes were used, since nothing asks for them any more: the buffer travels again."""
+        assert self._transport is not None
+        ahead = self._here + (RING if self._here < self.rounds.kept else RING - 1)
+        while len(self._flying) <= min(ahead, len(self.rounds.messages) - 1):
+            self._post(self._transport, len(self._flying))
+        for waiter in self._flying[self._here]:
+            waiter.wait(self._deadline)
+        for m in self.rounds.messages[self._here]:
+            self.received[m.source] = self.received.get(m.source, 0) + m.nbytes
+        self._here += 1
+
+    def _post(self, transport: Transport, number: int) -> None:
+        slot = self._slot(number)
+        messages = self.rounds.messages[number]
+        waiters = []
+        for first in range(0, len(messages), OPERATIONS):
+            parcels = [Parcel(m.source, number, slot[m.at : m.at + m.nbytes]) for m in messages[first : first + OPERATIONS]]
+            waiters.append(transport.post([], parcels))
+        self._flying.append(waiters)
+
+    def _staged_plan(self) -> Plan:
+        """All moves as row-major boxes at their place in staging. A buffer for each round and dtype, which is the round's whole staging."""
+        plan, rounds = self.rounds.plan, self.rounds
+        rank = plan.targets[0].rank if plan.targets else 0
+        buffers = [
+            Buffer(f"round {r}", rank, d, (_padded(rounds.size(r)) // ITEMSIZE[d],))
+            for r in range(len(rounds.messages))
+            for d in self._dtypes
+        ]
+        code = np.array([self._dtypes.index(b.dtype) for b in plan.sources], np.int64)[plan.source] if len(plan) else plan.source
+        item = np.array([ITEMSIZE[d] for d in self._dtypes], np.int64)[code] if len(plan) else plan.source
+        strides = np.ones_like(plan.extent)
+        strides[:, :-1] = np.cumprod(plan.extent[:, :0:-1], axis=1)[:, ::-1]
+        columns = {c: getattr(plan, c) for c in Plan.COLUMNS}
+        columns["source"] = rounds.number * len(self._dtypes) + code
+        columns |= {"source_offset": rounds.staged(), "source_strides": strides * item[:, None]}
+        return Plan(plan.manifest, buffers, plan.targets, **columns)
+
+
+__all__ = ["OPERATIONS", "RING", "Outgoing", "Packer", "Transport", "Unpacker", "Waiter"]

@@ -1,0 +1,147 @@
+"""Rounds: in which pieces and in which order the moves into one engine rank travel. Pure tables, equal on both sides.
+
+An engine rank receives its moves in rounds of at most `bucket_bytes`; in a round each source sends one message, its pieces of
+that round end to end. First come scales of tensors that travel as MXFP8, which are kept until their codes are there; then moves
+for the engine's own reload; then those in place; each in plan order. A move larger than a bucket is cut.
+
+No two ranks can wait for each other. Each sender sends in the order (round, target), each target receives in the order (round,
+source), so the first message in the order (round, target, source) that has not arrived is always the next one of both its ends,
+however many messages a group holds and however few groups are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from vllm_refit_ext.core.box import Int
+from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.plan import Plan
+
+ALIGN = 256
+"""Messages start at multiples of this many bytes in staging. In a message wider items come first, so all are aligned."""
+BLOCK = 32
+"""Where a cut has the choice it falls on a multiple of this many elements, so that no block of MXFP8 is cut."""
+RELOAD = "checkpoint"
+"""How the layouts of targets begin that wait for the engine's own reload, which must come before writes in place."""
+
+
+class Message(msgspec.Struct, frozen=True):
+    """Bytes of one source in one round, and where they lie in the receiver's staging buffer."""
+
+    source: int
+    at: int
+    nbytes: int
+
+
+class Rounds(msgspec.Struct):
+    """The moves into one engine rank, in pieces, in the order of their travel.
+
+    plan: the pieces. number: int64 [n], the round of each. at: int64 [n], bytes from the start of its message. messages: for each
+    round, by source rank. kept: how many of the first rounds are scales. reloads: how many rounds behind these are for the reload.
+    """
+
+    plan: Plan
+    number: Int
+    at: Int
+    messages: list[list[Message]]
+    kept: int
+    reloads: int
+
+    def size(self, number: int) -> int:
+        """Bytes of staging that a round needs."""
+        last = self.messages[number][-1]
+        return last.at + last.nbytes
+
+    def staged(self) -> Int:
+        """Byte offset of each piece in the staging buffer of its round, int64 [n]."""
+        start = {(r, m.source): m.at for r, messages in enumerate(self.messages) for m in messages}
+        keys = zip(self.number.tolist(), self.plan.source_rank.tolist(), strict=True)
+        return self.at + np.fromiter((start[key] for key in keys), np.int64, len(self.at))
+
+
+def rounds(plan: Plan, bucket_bytes: int) -> Rounds:
+    """The rounds of `plan`, the moves into one engine rank. bucket_bytes: most payload of a round, at least one element."""
+    plan = plan.select(np.argsort(_kinds(plan), kind="stable"))
+    plan = cut_moves(plan, bucket_bytes)
+    kinds, nbytes, source = _kinds(plan), plan.nbytes, plan.source_rank
+    number = np.zeros(len(plan), np.int64)
+    borders = np.searchsorted(kinds, [0, 1, 2], side="right")
+    ends = np.cumsum(nbytes)
+    first, index, counts = 0, 0, [0, 0, 0]
+    while first < len(plan):
+        taken = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, taken + bucket_bytes, side="right")))
+        last = min(last, int(borders[kinds[first]]))
+        number[first:last] = index
+        counts[int(kinds[first])] += 1
+        first, index = last, index + 1
+    at, messages = _messages(plan, number, index)
+    return Rounds(plan, number, at, messages, counts[0], counts[1])
+
+
+def _kinds(plan: Plan) -> Int:
+    """0 for scales that travel beside their codes, 1 for the engine's reload, 2 for writes in place; int64 [n]."""
+    if not len(plan):
+        return np.zeros(0, np.int64)
+    scales = {spec.scale for spec in plan.manifest.tensors.values() if spec.scale}
+    is_scale = np.array([name in scales for name in plan.names], bool)
+    in_place = np.array([not b.layout.startswith(RELOAD) for b in plan.targets], np.int64)
+    return np.where(is_scale[plan.tensor], 0, 1 + in_place[plan.target])
+
+
+def _messages(plan: Plan, number: Int, count: int) -> tuple[Int, list[list[Message]]]:
+    """Where each piece lies in its message, int64 [n], and the messages of each round."""
+    nbytes, source = plan.nbytes, plan.source_rank
+    item = np.array([ITEMSIZE[b.dtype] for b in plan.sources], np.int64)[plan.source] if len(plan) else nbytes
+    at = np.zeros(len(plan), np.int64)
+    messages: list[list[Message]] = [[] for _ in range(count)]
+    order = np.lexsort((np.arange(len(plan)), -item, source, number))
+    key = number[order] * (int(source.max(initial=0)) + 1) + source[order]
+    for a, b in pairwise(np.flatnonzero(np.diff(key, prepend=-1, append=-1)).tolist()):
+        rows = order[a:b]
+        sizes = nbytes[rows]
+        at[rows] = np.cumsum(sizes) - sizes
+        here = messages[int(number[rows[0]])]
+        start = -(-(here[-1].at + here[-1].nbytes) // ALIGN) * ALIGN if here else 0
+        here.append(Message(int(source[rows[0]]), start, int(sizes.sum())))
+    return at, messages
+
+
+def cut_moves(plan: Plan, limit: int) -> Plan:
+    """`plan` with every move larger than `limit` bytes cut into pieces, in row-major order. One element is never cut."""
+    large = np.flatnonzero(plan.nbytes > limit)
+    if not len(large):
+        return plan
+    item = [ITEMSIZE[b.dtype] for b in plan.sources]
+    parts = {int(i): list(_cut(plan.extent[i].tolist(), max(1, limit // item[int(plan.source[i])]))) for i in large}
+    repeats = np.ones(len(plan), np.int64)
+    repeats[large] = [len(parts[int(i)]) for i in large]
+    columns = {c: np.repeat(getattr(plan, c), repeats, axis=0) for c in Plan.COLUMNS}
+    first = np.cumsum(repeats) - repeats
+    for i, boxes in parts.items():
+        rows = slice(int(first[i]), int(first[i]) + len(boxes))
+        shift = np.array([lo for lo, _ in boxes], np.int64)
+        columns["lo"][rows] += shift
+        columns["extent"][rows] = [extent for _, extent in boxes]
+        columns["source_offset"][rows] += (shift * plan.source_strides[i]).sum(axis=1)
+        columns["target_offset"][rows] += (shift * plan.target_strides[i]).sum(axis=1)
+    return Plan(plan.manifest, plan.sources, plan.targets, **columns)
+
+
+def _cut(extent: list[int], limit: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Boxes (lo, extent) of at most `limit` elements that make up a box, in row-major order."""
+    axis = next((d for d, n in enumerate(extent) if n > 1), None)
+    row = int(np.prod(extent, dtype=np.int64)) // extent[axis] if axis is not None else 1
+    if axis is None or row * extent[axis] <= limit:
+        yield [0] * len(extent), list(extent)
+        return
+    step = max(1, limit // row)
+    step -= step % BLOCK if step > BLOCK else 0
+    for at in range(0, extent[axis], step):
+        piece = [*extent[:axis], min(step, extent[axis] - at), *extent[axis + 1 :]]
+        for lo, part in _cut(piece, limit):
+            yield [*lo[:axis], lo[axis] + at, *lo[axis + 1 :]], part
