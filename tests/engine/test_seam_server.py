@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import vllm.exceptions
 
 from tests.support.engines import Server, open_server
 from tests.support.seam_cases import pair
 
 pytestmark = pytest.mark.engine
+
+REFUSED = 503 if hasattr(vllm.exceptions, "GracefulHTTPError") else 400
+"""The status of a refusal; vLLM 0.24 has no class that carries 503."""
 
 EXTENSION = "tests.support.fake_receiver.FakeExtension"
 
@@ -57,7 +61,7 @@ def test_story(served: tuple[Server, list[str]]) -> None:
         said(server.rpc("update_weights", {"wire": "fake", "file": files[1], "fail": "torn", "caches": "keep"}), 500)
         assert "mix two versions" in running.read().decode()
     assert server.call("/resume", {})[0] == 200
-    assert "full refit" in said(server.tokens(), 503)
+    assert "full refit" in said(server.tokens(), REFUSED)
     assert "torn as the test asked" in said(server.rpc("refit_status"), 200)
     assert server.call("/health")[0] == 200
     assert server.rpc("update_weights", {"wire": "fake", "file": files[1]})[0] == 200

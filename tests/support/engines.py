@@ -192,7 +192,7 @@ def _decode(raw: bytes) -> Any:
 
 
 @contextlib.contextmanager
-def open_server(folder: str | Path, *options: str, ranks: int = 1, start_s: float = 240.0) -> Iterator[Server]:
+def open_server(folder: str | Path, *options: str, ranks: int = 1, start_s: float = 400.0) -> Iterator[Server]:
     """`vllm serve` of the checkpoint in `folder` with vLLM's development routes, ended on exit. `options`: more of its
     options.
     """
