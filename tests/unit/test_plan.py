@@ -101,7 +101,7 @@ def manifest(**specs):
 def test_problems_are_reported_together():
     from vllm_refit_ext.core.placement import concatenate
 
-    targets = concatenate([one("known"), one("mispelled.weight"), one("bytes", dtype="uint8")])
+    targets = concatenate([one("known"), one("misspeled.weight"), one("bytes", dtype="uint8")])
     sources = concatenate([one("known", dtype="bfloat16"), one("misspelled.weight"), one("bytes")])
     with pytest.raises(PlanError) as error:
         build_plan(manifest(known=((4, 6), "float32"), bytes=((4, 6), "float32"), **{"misspelled.weight": ((4, 6), "float32")}), sources, targets)

@@ -12,7 +12,8 @@ Int = NDArray[np.int64]
 
 def volume(lo: Int, hi: Int) -> Int:
     """Elements in each box; lo, hi int64 [n, D] -> int64 [n]. An empty range anywhere makes it 0."""
-    return np.prod(np.maximum(hi - lo, 0), axis=-1, dtype=np.int64)
+    size: Int = np.prod(np.maximum(hi - lo, 0), axis=-1, dtype=np.int64)
+    return size
 
 
 def cells(lo: Int, hi: Int) -> tuple[list[Int], Int]:

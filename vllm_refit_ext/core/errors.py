@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import msgspec
 
@@ -39,7 +40,7 @@ class RefitError(Exception):
         super().__init__(str(self.problems[0]))
 
     @classmethod
-    def of(cls, problems: Sequence[Problem], summary: str = "") -> RefitError:
+    def of(cls, problems: Sequence[Problem], summary: str = "") -> Self:
         """An error of this class that carries all of `problems` (at least one)."""
         if not problems:
             raise ValueError("an error needs at least one problem")
