@@ -101,12 +101,12 @@ def manifest(**specs):
 def test_problems_are_reported_together():
     from vllm_refit_ext.core.placement import concatenate
 
-    targets = concatenate([one("known"), one("misspeled.weight"), one("bytes", dtype="uint8")])
-    sources = concatenate([one("known", dtype="bfloat16"), one("misspelled.weight"), one("bytes")])
+    targets = concatenate([one("known"), one("norm.weight_sale"), one("bytes", dtype="uint8")])
+    sources = concatenate([one("known", dtype="bfloat16"), one("norm.weight_scale"), one("bytes")])
     with pytest.raises(PlanError) as error:
-        build_plan(manifest(known=((4, 6), "float32"), bytes=((4, 6), "float32"), **{"misspelled.weight": ((4, 6), "float32")}), sources, targets)
+        build_plan(manifest(known=((4, 6), "float32"), bytes=((4, 6), "float32"), **{"norm.weight_scale": ((4, 6), "float32")}), sources, targets)
     text = str(error.value)
-    assert "Did you mean 'misspelled.weight'?" in text
+    assert "Did you mean 'norm.weight_scale'?" in text
     assert "'known'" in text
     assert "bfloat16" in text
     assert "'bytes'" in text
