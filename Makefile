@@ -30,6 +30,7 @@ bench-planning: .setup ## routes and plans at full published size
 pins: .setup           ## compile requirements/*.txt anew from pyproject.toml
 	.venv/bin/uv pip compile pyproject.toml --extra cpu --extra dev --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements/cpu.txt
 	.venv/bin/uv pip compile pyproject.toml --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements/base.txt
+	.venv/bin/uv pip compile pyproject.toml --extra gpu --extra plot --no-config --override requirements/gpu-overrides.txt -c requirements/gpu-constraints.txt --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements/gpu.txt
 	grep '^uv==' requirements/cpu.txt | sed 's/ .*//' | .venv/bin/uv pip compile - --generate-hashes --no-header --no-emit-index-url -o requirements/uv.txt
 
 .setup:
