@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from vllm_refit_ext.core.errors import ConfigError, DeadlineError, PlanError, Problem, RefitError, VerifyError, WireError
+from vllm_refit_ext.core.errors import ConfigError, DeadlineError, PlanError, Problem, RefitError, SessionError, VerifyError, WireError
 from vllm_refit_ext.core.messages import Message, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc, to_rpc
 
 LATE_S = 30.0
@@ -36,11 +36,16 @@ class EngineClient(ABC):
     def update(self, info: UpdateInfo) -> list[UpdateReport]:
         """`update_weights` on all ranks, then their reports. Raises when a rank failed or reports another version."""
         self.call("update_weights", (to_rpc(info),), info.deadline_s + LATE_S)
-        reports = [s.last for s in self.status()]
+        statuses = self.status()
+        reports = [s.last for s in statuses]
         stale = [i for i, r in enumerate(reports) if r is None or r.version != info.version]
         if stale:
             got = [getattr(reports[i], "version", None) for i in stale]
             raise RefitError("ranks report another version after the update", where=f"engine ranks {stale}", got=got, wanted=info.version)
+        if info.caches != "keep" and not all(s.caches.startswith(info.caches) for s in statuses):
+            got = statuses[0].caches or "no answer: the plugin `refit` is not loaded in the engine's process"
+            do = "leave the plugin on (see VLLM_PLUGINS), or reset the caches yourself and pass caches='keep'"
+            raise SessionError("the new weights serve, but caches of older weights were not reset", where="caches", got=got, wanted=info.caches, do=do)
         return [r for r in reports if r is not None]
 
     def status(self) -> list[Status]:
