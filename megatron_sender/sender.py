@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from megatron_sender.calls import Calls
+from megatron_sender import metrics
 from megatron_sender.ranks import Ranks, answer_of
 from megatron_sender.source import SourceMap, source_map
 from vllm_refit_ext.client import LATE_S, EngineClient, raise_problems
@@ -33,7 +34,7 @@ from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan, check_consumed
 from vllm_refit_ext.core.plan_wire import PackedPlan, pack_plan, unpack_plan
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
-from vllm_refit_ext.wires import ActiveSender, Sender, wire
+from vllm_refit_ext.wires import ActiveSender, ResidentSender, Sender, wire
 from vllm_refit_ext.wires.boxes import MODULUS, Content, as_bytes, sum_by_tensor
 from vllm_refit_ext.wires.coded import ScaleMoves, sent_content
 
@@ -43,13 +44,15 @@ LINK_BYTES = 64 << 20
 
 class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """wire: how bytes travel. unused: checkpoint names that no engine rank needs to read. caches: what a commit does with caches of
-    older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end.
+    older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end. resident: the trainer's memory
+    is never freed between refits, so engines may keep it mapped.
     """
 
     wire: WireName = "shm"
     unused: tuple[str, ...] = ()
     caches: CachePolicy = "reset"
     deadline_s: float = DEADLINE_S
+    resident: bool = False
 
 
 class RefitReport(msgspec.Struct, frozen=True):
@@ -192,7 +195,9 @@ class MegatronSender:
     def _open(self, share: _Share) -> bytes:
         assert self.source is not None
         self._sender = wire(self.config.wire).open_sender(self.ranks.rank, share.wire, self.source.tensors)
-        self._link = copy_rate()
+        if isinstance(self._sender, ResidentSender):
+            self._sender.resident = self.config.resident
+        self._link = copy_rate(self.source.tensors[0].device if self.config.wire.startswith("ipc") else "cpu")
         return b""
 
     # -- refit ---------------------------------------------------------------------------------------------------------------
@@ -202,6 +207,16 @@ class MegatronSender:
 
         Raises SessionError before `prepare`, WireError where the trainer's memory moved, and what the engine raised.
         """
+        try:
+            report = self._refit(version)
+        except RefitError as error:
+            metrics.failed(type(error).__name__)
+            raise
+        if self.ranks.rank == 0:
+            metrics.succeeded(report.seconds, report.nbytes)
+        return report
+
+    def _refit(self, version: str) -> RefitReport:
         if self.plan is None or self.source is None:
             raise SessionError("refit was called before prepare", where="MegatronSender.refit", do="call prepare() on every rank")
         start = time.perf_counter()
@@ -218,7 +233,12 @@ class MegatronSender:
         if isinstance(self._sender, ActiveSender):
             verdict = self._refit_actively(self._sender, publish, version, seconds)
         else:
-            raw = self.ranks.exchange(answer_of(publish), lambda parts: self._update_engines(version, parts))
+            try:
+                raw = self.ranks.exchange(answer_of(publish), lambda parts: self._update_engines(version, parts))
+            except RefitError:
+                if isinstance(self._sender, ResidentSender):
+                    self._sender.forget()
+                raise
             verdict = msgspec.msgpack.decode(raw, type=_Verdict)
         seconds |= {"update": verdict.seconds, "total": time.perf_counter() - start}
         rate = self._total / seconds["total"] / 1e9
@@ -345,15 +365,25 @@ class _Memory:
         return self._tensors[buffer]
 
 
-def copy_rate() -> float:
-    """GB/s, read plus written, of a copy of 64 MiB in this machine's memory: the ceiling of the `shm` wire."""
-    a, b = torch.ones(LINK_BYTES, dtype=torch.uint8), torch.empty(LINK_BYTES, dtype=torch.uint8)
+def copy_rate(device: torch.device | str = "cpu") -> float:
+    """GB/s, read plus written, of a copy in the memory of `device`, 64 MiB on a CPU and 1 GiB on a GPU: the ceiling of a refit there."""
+    device = torch.device(device)
+    size = LINK_BYTES * (16 if device.type == "cuda" else 1)
+    a, b = torch.ones(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(4):
+        wait_for(device)
         begin = time.perf_counter()
         b.copy_(a)
+        wait_for(device)
         best = min(best, time.perf_counter() - begin)
-    return 2 * LINK_BYTES / best / 1e9
+    return 2 * size / best / 1e9
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _merge(described: list[_Description]) -> Manifest:

@@ -6,11 +6,13 @@ It lets tests choose what no real trainer does (cuts, formats, missing partners)
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from megatron_sender.calls import Calls
 from vllm_refit_ext.client import EngineClient, raise_problems
 from vllm_refit_ext.core.digest import row_strides
 from vllm_refit_ext.core.errors import RefitError
@@ -19,7 +21,7 @@ from vllm_refit_ext.core.messages import PrepareReply, UpdateInfo, UpdateReport
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.table import unpack_placements
-from vllm_refit_ext.wires import ResidentSender, wire
+from vllm_refit_ext.wires import ActiveSender, ResidentSender, wire
 from vllm_refit_ext.wires.boxes import MODULUS, as_bytes, sum_by_tensor
 from vllm_refit_ext.wires.coded import ScaleMoves, sent_content
 
@@ -79,7 +81,7 @@ class LooseSender:
 
     def refit(self, version: str, **more: Any) -> list[UpdateReport]:
         """Hand over what the buffers hold now."""
-        field = {self.wire_name: wire(self.wire_name).info([self._sender.begin(self.buffers)])}
+        field = {self.wire_name: wire(self.wire_name).info([self._sender.begin(self.buffers)]), **more}
         digests = {str(r.rank): r.digest for r in self.replies}
         update = UpdateInfo(
             wire=self.wire_name,  # type: ignore[arg-type]
@@ -87,13 +89,23 @@ class LooseSender:
             session=secrets.token_hex(8),
             digests=digests,
             deadline_s=self.deadline_s,
-            **{**field, **more},
+            **field,
         )
+        sender = self._sender
+        if isinstance(sender, ActiveSender):
+            deadline = time.monotonic() + self.deadline_s
+            calls = Calls([self.engine], [update], lambda error: sender.refuse(update.session, error, deadline))
+            failed = None
+            try:
+                sender.transfer(update.session, getattr(update, self.wire_name), deadline)
+            except RefitError as error:
+                failed = error
+            return calls.reports(failed, self.deadline_s)[0]
         try:
             return self.engine.update(update)
         except RefitError:
-            if isinstance(self._sender, ResidentSender):
-                self._sender.forget()
+            if isinstance(sender, ResidentSender):
+                sender.forget()
             raise
 
     def digests(self) -> dict[str, dict[str, str]]:

@@ -32,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of all messages."""
 
 
-class PrepareReply(Message):
+class PrepareReply(Message, frozen=True, kw_only=True):
     """What one engine rank answers to `prepare_refit_info`.
 
     rank: this worker's rank in its engine. targets: the boxes it needs, in checkpoint coordinates. digest: of its share of the
@@ -61,7 +61,7 @@ class PrepareReply(Message):
         return not self.problems
 
 
-class Segment(Message):
+class Segment(Message, frozen=True, kw_only=True):
     """A shared-memory file that one trainer rank filled. `nonce` stands in its header and changes with every refit."""
 
     rank: int
@@ -70,14 +70,14 @@ class Segment(Message):
     nonce: int
 
 
-class ShmInfo(Message):
+class ShmInfo(Message, frozen=True, kw_only=True):
     """Where the sources lie for wire `shm`. offsets: per source buffer, bytes from its rank's segment start, or -1."""
 
     segments: list[Segment]
     offsets: Column
 
 
-class CollectiveInfo(Message):
+class CollectiveInfo(Message, frozen=True, kw_only=True):
     """Where to meet for wire `collective`: the store at host and port, the ranks on both sides, most payload bytes of a round."""
 
     host: str
@@ -88,7 +88,7 @@ class CollectiveInfo(Message):
     bucket_bytes: int
 
 
-class IpcRank(Message):
+class IpcRank(Message, frozen=True, kw_only=True):
     """One trainer rank's memory for wire `ipc`. process, device: who made the handles, on which GPU (UUID). epoch: names the handles,
     which are in `export` when this epoch is new. nonce: the word that stands in its memory during this refit. resident: mappings may
     stay open. All empty for a rank that nothing is read from.
@@ -103,13 +103,37 @@ class IpcRank(Message):
     resident: bool = False
 
 
-class IpcInfo(Message):
+class IpcInfo(Message, frozen=True, kw_only=True):
     """Where the sources lie for wire `ipc`."""
 
     ranks: list[IpcRank]
 
 
-class UpdateInfo(Message):
+class RingInfo(Message, frozen=True, kw_only=True):
+    """One trainer rank's ring for wire `ipc_staged`. name: of the file with the words. slots: bytes of a buffer for each engine rank.
+    start: where the buffers begin in that file when they are not on a GPU. handle, device, address, process: the memory on a GPU.
+    nonce: the word that stands in the ring during this refit."""
+
+    rank: int
+    name: str
+    slots: list[int]
+    start: int
+    handle: bytes = b""
+    device: str = ""
+    address: int = 0
+    process: str = ""
+    nonce: int = 0
+
+
+class IpcStagedInfo(Message, frozen=True, kw_only=True):
+    """The rings of all trainer ranks, most payload bytes of a bucket, and the number of engine ranks."""
+
+    rings: list[RingInfo]
+    bucket_bytes: int
+    engines: int
+
+
+class UpdateInfo(Message, frozen=True, kw_only=True):
     """What `update_weights` is told.
 
     version: opaque name of the new weights, set at commit. session: a name for this attempt, the same on all ranks. digests: by
@@ -125,11 +149,13 @@ class UpdateInfo(Message):
     caches: CachePolicy = "reset"
     shm: ShmInfo | None = None
     ipc: IpcInfo | None = None
+    ipc_staged: IpcStagedInfo | None = None
     collective: CollectiveInfo | None = None
 
 
-class UpdateReport(Message):
-    """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, as they travelled."""
+class UpdateReport(Message, frozen=True, kw_only=True):
+    """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, as they travelled. launches: kernels
+    that wrote."""
 
     rank: int
     version: str
@@ -137,9 +163,10 @@ class UpdateReport(Message):
     seconds: dict[str, float] = {}
     received: dict[str, int] = {}
     moves: int = 0
+    launches: int = 0
 
 
-class Status(Message):
+class Status(Message, frozen=True, kw_only=True):
     """State of one engine rank. state: unprepared, ready, receiving, torn. version: the weights that it serves."""
 
     rank: int
@@ -151,7 +178,7 @@ class Status(Message):
     caches: str = ""
 
 
-class VerifyReply(Message):
+class VerifyReply(Message, frozen=True, kw_only=True):
     """problems: why there are no digests. Digests of one engine rank's share, by tensor as hexadecimal text. staged: names whose live bytes can't be read back in
     canonical form, so that the digest is of what was handed to the engine's own reload. differs: names that differ from what
     was expected, in plan order."""

@@ -52,6 +52,7 @@ class KernelWriter:
         self._used = sorted({int(s) for s in np.unique(self.plan.source)})
         self._table: Table | None = None
         self._alignment: dict[int, int] = {}
+        self._token: object = None
 
     def _ends_as_float(self, move: int) -> bool:
         buffer = self.plan.targets[int(self.plan.target[move])]
@@ -80,6 +81,9 @@ class KernelWriter:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _bound(self, reader: Memory) -> Table:
+        token = getattr(reader, "token", None)
+        if self._table is not None and token is not None and token == self._token:
+            return self._table
         buffers: list[Buffer] = [0] * (len(self.plan.sources))
         address = getattr(reader, "address", None) if self.device.type == "cuda" else None
         for number in self._used:
@@ -90,6 +94,7 @@ class KernelWriter:
             self._alignment = needed
             self._table = Table(self._moves, self.device, alignment=needed)
         self._table.bind(buffers)
+        self._token = token
         return self._table
 
     def _targets(self) -> list[Buffer]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from vllm_refit_ext.core.coded import DEQUANTISED
 from vllm_refit_ext.core.digest import row_strides
 from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import ConfigError, ManifestError, PlanError, Problem, RefitError, SessionError, TornError
@@ -29,14 +30,21 @@ from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.table import pack_placements
 from vllm_refit_ext.receiver.agree import agree
+from vllm_refit_ext.receiver.derived import Derived
 from vllm_refit_ext.receiver.fp8 import Fp8Config, parse_fp8_config
+from vllm_refit_ext.receiver.kernel_moves import unfit
+from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.receiver.reload import recover, reload_weights
-from vllm_refit_ext.receiver.targets import Targets, build_targets
+from vllm_refit_ext.receiver.targets import Targets, build_targets, record
 from vllm_refit_ext.receiver.versions import adapter
 from vllm_refit_ext.receiver.worker_view import WorkerView
 from vllm_refit_ext.receiver.writers import InPlaceWriter, ReloadWriter
-from vllm_refit_ext.wires import Reader, release, wire
+from vllm_refit_ext.wires import Reader, StagedReader, release, wire
 from vllm_refit_ext.wires.boxes import MODULUS, move_digest, sum_by_tensor
+from vllm_refit_ext.wires.cuda_ipc import is_mapped
+
+AFTERWORD_S = 5.0
+"""Seconds that ranks have at least to agree on how something ended, when the deadline is what ended it."""
 
 
 class Prepared(msgspec.Struct):
@@ -46,9 +54,18 @@ class Prepared(msgspec.Struct):
     targets: Targets
     plan: Plan
     digest: str
-    in_place: InPlaceWriter
+    in_place: InPlaceWriter | KernelWriter
     reload: ReloadWriter
     signature: tuple[Any, ...]
+    derived: Derived
+    received: dict[str, int]
+    in_place_of: dict[Plan, InPlaceWriter | KernelWriter] = {}
+    reload_of: dict[Plan, ReloadWriter] = {}
+    """Writers of plans that a staged reader keeps from refit to refit."""
+
+    def launches(self) -> int:
+        """Kernels of all tables that have been built for this plan."""
+        return sum(w.launches for w in (self.in_place, *self.in_place_of.values()) if isinstance(w, KernelWriter))
 
 
 class Receiver:
@@ -62,8 +79,8 @@ class Receiver:
         self.problems: list[Problem] = []
         self.torn: TornError | None = None
         self.last: UpdateReport | None = None
-        self.caches = ""
         self.staged: dict[str, int] = {}
+        self._wrote = False
         self._kept: dict[str, Any] = {}
         self._busy = threading.Lock()
         self._receiving = False
@@ -88,26 +105,20 @@ class Receiver:
     def _prepare(self, info: object, fp8_config: Fp8Config, clock: Clock) -> PrepareReply:
         offer = parse_state_dict_info(info)
         manifest = offer.manifest
-        with clock("routes"):
-            targets = build_targets(self.view, manifest, offer.first_rank + self.view.rank)
-        problems = list(targets.problems)
         sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
-        with clock("plan"):
-            try:
-                plan = build_plan(manifest, sources, targets.placements)
-            except PlanError as error:
-                problems += error.problems
-        if problems:
-            raise PlanError.of(problems)
+        targets, plan = self._plan(manifest, sources, offer.first_rank + self.view.rank, clock)
         digest = plan.digest(targets.rank)
+        in_place = writer_for(plan, targets, self.view)
         self.prepared = Prepared(
             manifest,
             targets,
             plan,
             digest,
-            InPlaceWriter(plan, targets.params),
-            ReloadWriter(plan, self._reload),
+            in_place,
+            ReloadWriter(plan, self._reload, self.view.device),
             targets.signature(self.view),
+            Derived(self.view),
+            received(plan),
         )
         return PrepareReply(
             rank=self.view.rank,
@@ -122,6 +133,27 @@ class Receiver:
             wire_bytes=int(plan.nbytes.sum()),
             seconds=clock.seconds,
         )
+
+    def _plan(self, manifest: Manifest, sources: Placements, rank: int, clock: Clock) -> tuple[Targets, Plan]:
+        """Targets and plan. A tensor that the trainer cuts through a block of MXFP8 takes the reload, which the cut does not trouble."""
+        with clock("routes"):
+            recording = record(self.view, manifest, rank)
+        refused: dict[str, str] = {}
+        while True:
+            with clock("targets"):
+                targets = build_targets(self.view, manifest, rank, recording, refused)
+            problems = list(targets.problems)
+            with clock("plan"):
+                try:
+                    plan = build_plan(manifest, sources, targets.placements)
+                except PlanError as error:
+                    problems += error.problems
+                if problems:
+                    raise PlanError.of(problems)
+                found = unfit(plan, targets.held)
+            if not found:
+                return targets, plan
+            refused |= found
 
     # -- update --------------------------------------------------------------------------------------------------------------
 
@@ -157,11 +189,14 @@ class Receiver:
             assert update is not None
             assert reader is not None
             prepared = self._prepared()
+            if isinstance(reader, StagedReader):
+                with clock("meet"):
+                    self._meet(reader, start + deadline_s, left)
             try:
                 with clock("write"):
                     self._write(prepared, reader)
-            except Exception as error:  # noqa: BLE001 - whatever a kernel or a loader raises, this rank is torn now
-                problem = self._tear(error, update.version)
+            except Exception as error:  # noqa: BLE001 - whatever a kernel or a loader raises
+                problem = error if isinstance(error, RefitError) and not self._wrote else self._tear(error, update.version)
         finally:
             if reader is not None:
                 reader.close()
@@ -169,8 +204,10 @@ class Receiver:
             try:
                 agree(self.view, "commit", None, problem, left())
             except RefitError as error:
-                # Another rank failed after all had begun to write: the engine mixes versions, whatever this rank did.
-                self._tear(error, update.version)
+                if self._any_wrote(left()):
+                    # A rank failed after one had begun to write: the engine mixes versions, whatever this rank did.
+                    torn = self._tear(error, update.version)
+                    raise error if isinstance(error, TornError) else torn from None
                 raise
             self._commit(update, prepared)
         report = UpdateReport(
@@ -178,8 +215,9 @@ class Receiver:
             version=update.version,
             writer=prepared.targets.writer,
             seconds=clock.seconds,
-            received=received(prepared.plan),
+            received={str(rank): n for rank, n in reader.received.items()} if isinstance(reader, StagedReader) else prepared.received,
             moves=len(prepared.plan),
+            launches=prepared.launches(),
         )
         self.last = report
         return report
@@ -201,6 +239,9 @@ class Receiver:
                 wanted=str(expected)[:16],
                 do=do,
             )
+        if sleeping := asleep(prepared.targets):
+            do = 'call wake_up(tags=["weights"]) first, then refit, then wake the rest'
+            raise SessionError("the engine's weights are asleep", where="update_weights", got=sleeping, do=do)
         if prepared.signature != prepared.targets.signature(self.view):
             do = "call prepare_refit_info again"
             raise SessionError("the engine's parameters were replaced or moved since prepare", where="update_weights", do=do)
@@ -210,20 +251,63 @@ class Receiver:
         if self.prepared is not None:
             return self.prepared
         if self.problems:
-            raise SessionError.of(self.problems, "update_weights can't run: the last prepare_refit_info found problems")
+            head = Problem("the last prepare_refit_info found problems", "update_weights", do="mend them and call prepare_refit_info again")
+            raise SessionError.of([head, *self.problems])
         raise SessionError(
             "update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first"
         )
 
+    def _meet(self, reader: StagedReader, deadline: float, left: Callable[[], float]) -> None:
+        """Meet the other side, then agree here once more: all ranks raise what kept one of them from it, with nothing written."""
+        problem: RefitError | None = None
+        try:
+            reader.start(deadline)
+        except RefitError as error:
+            problem = error
+        agree(self.view, "meet", None, problem, max(left(), AFTERWORD_S))
+
     def _write(self, prepared: Prepared, reader: Reader) -> None:
         """The engine's own reload first, as it parks all parameters; then boxes in place."""
-        self.staged = {}
-        if len(prepared.reload.plan):
-            prepared.reload.staged = lambda move, box: self._note_staged(prepared.reload.plan, move, box)
-            prepared.reload.write(reader)
+        self.staged, self._wrote = {}, False
+        staged = isinstance(reader, StagedReader)
+        reload = self._reload_writer(prepared, reader.whole) if staged else prepared.reload
+        if len(reload.plan):
+            reload.staged = lambda move, box: self._note_staged(reload.plan, move, box)
+            try:
+                reload.write(reader)
+            except RefitError as error:
+                self._wrote = isinstance(error, TornError)
+                raise
+            self._wrote = True
         with torch.no_grad():
-            prepared.in_place.write(reader)
+            for plan in reader.steps if staged else [prepared.plan]:
+                writer = self._in_place_writer(prepared, plan)
+                if len(writer.plan):
+                    for buffer in np.unique(writer.plan.source).tolist() if staged else ():
+                        reader.memory(buffer)  # whatever fails to arrive fails before the write
+                    self._wrote = True
+                    writer.write(reader)
+            prepared.derived.refresh()
         reader.confirm()
+
+    def _in_place_writer(self, prepared: Prepared, plan: Plan) -> InPlaceWriter | KernelWriter:
+        if plan is prepared.plan:
+            return prepared.in_place
+        if plan not in prepared.in_place_of:
+            prepared.in_place_of[plan] = writer_for(plan, prepared.targets, self.view)
+        return prepared.in_place_of[plan]
+
+    def _reload_writer(self, prepared: Prepared, plan: Plan) -> ReloadWriter:
+        if plan not in prepared.reload_of:
+            prepared.reload_of[plan] = ReloadWriter(plan, self._reload, self.view.device)
+        return prepared.reload_of[plan]
+
+    def _any_wrote(self, left: float) -> bool:
+        """Whether some rank had begun to write, or can't be asked."""
+        try:
+            return any(agree(self.view, "wrote", b"1" if self._wrote else b"", None, max(left, AFTERWORD_S)))
+        except RefitError:
+            return True
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> None:
         reload_weights(self.view, tensors, names)
@@ -266,7 +350,6 @@ class Receiver:
             prepared=digest,
             problems=problems,
             last=self.last,
-            caches=self.caches,
         )
 
     def abort(self) -> Status:
@@ -323,6 +406,22 @@ class Clock:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def asleep(targets: Targets) -> str:
+    """The name of a weight whose memory a sleep has taken away, or nothing. All weights sleep together, so a few are looked at."""
+    written = {**targets.params, **{name: held.values for name, held in targets.held.items()}}
+    for name in list(written)[:: max(1, len(written) // 4)]:
+        if written[name].device.type == "cuda" and written[name].numel() and not is_mapped(written[name].data_ptr()):
+            return name
+    return ""
+
+
+def writer_for(plan: Plan, targets: Targets, view: WorkerView) -> InPlaceWriter | KernelWriter:
+    """Tables of kernels on a GPU and wherever MXFP8 is involved; plain copies on a CPU."""
+    if view.device.type == "cuda" or targets.held or any(b.layout.startswith(DEQUANTISED) for b in plan.targets):
+        return KernelWriter(plan, targets.params, targets.held, view.device)
+    return InPlaceWriter(plan, targets.params)
 
 
 def received(plan: Plan) -> dict[str, int]:

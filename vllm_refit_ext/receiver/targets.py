@@ -27,7 +27,6 @@ from vllm_refit_ext.receiver.routes.table import Routes
 from vllm_refit_ext.receiver.target_places import closure, place, unaligned
 from vllm_refit_ext.receiver.worker_view import WorkerView
 
-
 _CONVERTED = re.compile(r"(\w+) is converted to (\w+)")
 
 
@@ -47,6 +46,7 @@ class Targets(msgspec.Struct):
     quantise: list[str]
     extra_bytes: int
     problems: list[Problem]
+    slots: list[Any] = []
 
     @property
     def writer(self) -> str:
@@ -64,20 +64,27 @@ class Targets(msgspec.Struct):
 
     def signature(self, view: WorkerView) -> tuple[Any, ...]:
         """Identity of everything the plan writes in place. It changes when a parameter is replaced, moved or retyped."""
-        live = live_tensors(view.model)
-        found: list[Any] = [_identity(live.get(name), name) for name in self.params]
-        modules = dict(view.model.named_modules(remove_duplicate=False)) if self.held else {}
-        for name in self.held:
-            owner, _, attribute = name.rpartition(".")
-            found += [_identity(live.get(name), name), _identity(live.get(name + SCALE), name + SCALE)]
-            found.append(config_scale(modules[owner], attribute) if owner in modules else None)
+        if self.slots and self.slots[0] is not view.model:
+            return ()
+        found: list[Any] = []
+        for module, attribute in self.slots[1:]:
+            found.append(_identity(module._parameters.get(attribute, module._buffers.get(attribute))))
+            if attribute.endswith("weight"):
+                found.append(config_scale(module, attribute))
         return tuple(found)
 
 
-def _identity(tensor: torch.Tensor | None, name: str) -> tuple[Any, ...] | None:
+def _identity(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
-    return (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _slots(model: nn.Module, params: Iterable[str], held: Iterable[str]) -> list[Any]:
+    """The model, then (module, attribute) of everything written in place. Walking a model's names takes milliseconds, this does not."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = [*params, *(name + ending for name in held for ending in ("", SCALE))]
+    return [model, *((modules[owner], attribute) for owner, _, attribute in (name.rpartition(".") for name in names))]
 
 
 def build_targets(
@@ -93,21 +100,24 @@ def build_targets(
     recording = recording or record(view, manifest, rank)
     routes = recording.routes
     live = live_tensors(view.model)
-    held, unknown = _look_at_parameters(view, routes, live)
-    reload = closure(routes, unknown, {**unaligned(recording, held, manifest), **(refused or {})})
-    placements = place(recording, reload, held, manifest, rank)
+    found, unknown = _look_at_parameters(view, routes, live)
+    reload = closure(routes, unknown, {**unaligned(recording, found, manifest), **(refused or {})})
+    placements = place(recording, reload, found, manifest, rank)
     inside = {b.name for b in placements.buffers if b.layout == PLAIN or b.layout.startswith(DEQUANTISED)}
     coded = {b.name for b in placements.buffers if coding_of(b.layout)}
+    params = {name: live[name] for name in live if name in inside}
+    held = {name: found[name] for name in found if name in coded}
     return Targets(
         rank=rank,
         placements=placements,
-        params={name: live[name] for name in live if name in inside},
-        held={name: held[name] for name in held if name in coded},
+        params=params,
+        held=held,
+        slots=_slots(view.model, params, held),
         reload=reload,
         dropped=routes.dropped,
-        quantise=sorted(_quantisable(routes, held, manifest)),
+        quantise=sorted(_quantisable(routes, found, manifest)),
         extra_bytes=sum(b.nbytes for b in placements.buffers if b.layout.startswith(CHECKPOINT)),
-        problems=_problems(recording, reload, held, manifest),
+        problems=_problems(recording, reload, found, manifest),
     )
 
 

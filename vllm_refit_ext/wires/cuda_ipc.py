@@ -28,7 +28,7 @@ class _Handle(ctypes.Structure):
 
 @functools.cache
 def _runtime() -> Any:
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     with open("/proc/self/maps") as maps:
         paths = sorted({line.split(None, 5)[5].strip() for line in maps if "libcudart.so" in line})
     if not paths:
@@ -125,3 +125,18 @@ def as_tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory of `device` as uint8 [nbytes], without a copy. It must outlive the tensor."""
     with torch.cuda.device(device):
         return torch.as_tensor(_Array(address, nbytes), device=device)
+
+
+def allocate(nbytes: int, device: torch.device) -> int:
+    """Plain device memory, which can always be exported, whatever torch's allocator is set to. Raises WireError when there is none."""
+    address = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        code = _runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(nbytes))
+    _check(code, f"no room for {nbytes} bytes of staging", "free memory of the trainer first, or make the buckets smaller")
+    return int(address.value or 0)
+
+
+def free(address: int, device: torch.device) -> None:
+    """Give memory of `allocate` back."""
+    with torch.cuda.device(device):
+        _check(_runtime().cudaFree(ctypes.c_void_p(address)), "staging can't be freed")

@@ -22,7 +22,7 @@ import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.messages import IpcInfo, IpcRank, UpdateInfo
-from vllm_refit_ext.core.placement import Int
+from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import cuda_ipc
@@ -93,7 +93,8 @@ class IpcSender:
             got = ", ".join(sorted(map(str, devices)))
             do = "move the parameters to the rank's GPU before the refit, or use the wire shm"
             raise WireError("the trainer's parameters are not on one GPU", where=f"trainer rank {self.rank}", got=got, do=do)
-        return devices.pop()
+        device: torch.device = devices.pop()
+        return device
 
     def _make(self, tensors: Sequence[torch.Tensor], addresses: tuple[int, ...]) -> Export:
         assert self._flag is not None
@@ -145,6 +146,16 @@ class RankMaps:
                 raise WireError("an allocation of the trainer is smaller than it said", where=WHERE, got=size, wanted=int(self.sizes[allocation]))
         return self._open[allocation]
 
+    def places(self, numbers: Int, nbytes: Int) -> Int:
+        """Addresses here of buffers of this rank, int64 [n]. Raises WireError for one that was not exported or does not fit."""
+        if numbers.max() >= len(self.allocation) or (self.allocation[numbers] < 0).any():
+            raise WireError("it exported other buffers than the plan reads", where=WHERE, do="prepare again")
+        allocation, offset = self.allocation[numbers], self.offset[numbers]
+        if (offset < 0).any() or (offset + nbytes > self.sizes[allocation]).any():
+            raise WireError("a buffer reaches outside its allocation", where=WHERE, do="prepare again")
+        used, which = np.unique(allocation, return_inverse=True)
+        return np.array([self.base(i) for i in used.tolist()], np.int64)[which] + offset
+
     def close(self) -> None:
         """Unmap everything."""
         for address in self._open.values():
@@ -157,6 +168,24 @@ class Maps:
 
     def __init__(self) -> None:
         self.ranks: dict[int, RankMaps] = {}
+        self._plan: Plan | None = None
+        self._layout: dict[int, tuple[Int, int]] = {}
+        self._sizes = np.zeros(0, np.int64)
+
+    def layout_of(self, plan: Plan) -> dict[int, tuple[Int, int]]:
+        """By trainer rank: the source buffers of it that `plan` reads, int64, and the number of its first one."""
+        if plan is not self._plan:
+            owner = np.array([b.rank for b in plan.sources], np.int64)
+            used = np.unique(plan.source)
+            ranks = np.unique(owner[used]).tolist()
+            self._layout = {r: (used[owner[used] == r], int(np.argmax(owner == r))) for r in ranks}
+            self._plan, self._sizes = plan, np.array([b.nbytes for b in plan.sources], np.int64)
+        return self._layout
+
+    def sizes_of(self, buffers: Sequence[Buffer]) -> Int:
+        """Bytes of every source buffer of the plan last laid out."""
+        assert len(self._sizes) == len(buffers)
+        return self._sizes
 
     def close(self) -> None:
         """Unmap everything and forget the handles."""
@@ -166,28 +195,26 @@ class Maps:
 
 
 class IpcReader:
-    """An engine rank's half, for one refit."""
+    """An engine rank's half, for one refit. `token` changes with any address."""
 
     def __init__(self, info: IpcInfo, plan: Plan, maps: Maps, device: torch.device) -> None:
         """Open and check everything that the plan reads. Raises WireError with every problem; what was opened is closed then."""
         self._device, self._maps = device, maps
         self._buffers = plan.sources
         self._ranks = {r.rank: r for r in info.ranks}
-        used = np.unique(plan.source)
-        self._used_ranks = sorted({self._buffers[i].rank for i in used.tolist()})
-        first = {r: next(i for i, b in enumerate(self._buffers) if b.rank == r) for r in self._used_ranks}
-        self._address: dict[int, int] = {}
+        layout = maps.layout_of(plan)
+        self._used_ranks = sorted(layout)
+        self._address = np.zeros(len(self._buffers), np.int64)
         problems: list[Problem] = []
         for rank in self._used_ranks:
-            mine = np.array([i for i in used.tolist() if self._buffers[i].rank == rank])
             try:
-                self._open_rank(rank, mine, first[rank])
+                self._open_rank(rank, *layout[rank])
             except WireError as error:
                 problems += [msgspec.structs.replace(p, where=f"trainer rank {rank} · {p.where}") for p in error.problems]
         if problems:
             maps.close()
             raise WireError.of(problems, f"wire ipc: {len(problems)} problem(s), nothing was written")
-        self.token = tuple((r, maps.ranks[r].epoch, self._ranks[r].resident) for r in self._used_ranks)
+        self.token = self._address.tobytes()
 
     def _open_rank(self, rank: int, used: Int, first: int) -> None:
         told = self._ranks.get(rank)
@@ -206,14 +233,8 @@ class IpcReader:
         if told.process == cuda_ipc.PROCESS and told.device != cuda_ipc.device_uuid(self._device.index):
             do = "give the engine a process of its own"
             raise WireError("trainer and engine are one process on two GPUs", where=WHERE, got=told.device, do=do)
-        local = used - first
-        if local.max() >= len(held.allocation) or (held.allocation[local] < 0).any():
-            raise WireError("it exported other buffers than the plan reads", where=WHERE, do="prepare again")
-        for number, place in zip(used.tolist(), local.tolist(), strict=True):
-            allocation, offset = int(held.allocation[place]), int(held.offset[place])
-            if offset + self._buffers[number].nbytes > int(held.sizes[allocation]):
-                raise WireError("a buffer reaches outside its allocation", where=self._buffers[number].name)
-            self._address[number] = held.base(allocation) + offset
+        place = held.places(used - first, self._maps.sizes_of(self._buffers)[used])
+        self._address[used] = place
         self._check_nonce(rank)
 
     def _check_nonce(self, rank: int) -> None:
@@ -225,11 +246,11 @@ class IpcReader:
 
     def address(self, buffer: int) -> int:
         """The device address of source buffer `buffer`."""
-        return self._address[buffer]
+        return int(self._address[buffer])
 
     def memory(self, buffer: int) -> torch.Tensor:
         """The bytes of source buffer `buffer`; memory of another GPU is copied here first."""
-        address, nbytes = self._address[buffer], self._buffers[buffer].nbytes
+        address, nbytes = self.address(buffer), self._buffers[buffer].nbytes
         if self._ranks[self._buffers[buffer].rank].device == cuda_ipc.device_uuid(self._device.index):
             return cuda_ipc.as_tensor(address, nbytes, self._device)
         local = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
