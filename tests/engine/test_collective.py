@@ -1,0 +1,121 @@
+"""Wire `collective` on gloo between real trainers and real engines: exact answers, and on every edge the plan's bytes to the byte."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.support.launch import run_ranks
+from examples.support.tiny_model import COMMON, EXPERTS, save_model
+from tests.support.collective_jobs import cycle
+from tests.support.engine_bridge import bridge, one_by_one
+from tests.support.engines import open_llm
+
+pytestmark = pytest.mark.engine
+
+STOCK, PLAIN = "vllm_refit_ext.RefitWorkerExtension", "tests.support.plain_cpu.PlainCpuExtension"
+ENGINES: dict[str, dict[str, Any]] = {
+    "stock-tp1": {"extension": STOCK, "in_process": True},
+    "plain-tp1": {"extension": PLAIN, "in_process": True},
+    "plain-tp2": {"extension": PLAIN, "ranks": 2},
+    "plain-tp2-ep2": {"extension": PLAIN, "ranks": 2, "enable_expert_parallel": True},
+}
+CASES = [
+    ("stock-tp1", 2, {"tp": 2, "pp": 1}, 10_000),
+    ("plain-tp1", 4, {"tp": 2, "ep": 2}, 50_000),
+    ("plain-tp2", 8, {"ep": 8}, 100_000),
+    ("plain-tp2", 2, {"cp": 2}, 100_000),
+    ("plain-tp2-ep2", 2, {"pp": 2}, 30_000),
+    ("plain-tp2-ep2", 4, {"tp": 2, "ep": 2, "etp": 2}, 100_000),
+]
+"""Engine, trainer ranks, trainer geometry, bytes of a round."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The one that engines start with, and the one that trainers hold."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return save_model("qwen3_moe", root / "start", seed=0), save_model("qwen3_moe", root / "trained", seed=1)
+
+
+class Running:
+    """An engine behind a URL, and what a fresh one answers."""
+
+    def __init__(self, llm: Any, url: str, wanted: list[dict[str, Any]]) -> None:
+        self.llm, self.url, self.wanted = llm, url, wanted
+
+
+@contextlib.contextmanager
+def running(name: str, checkpoints: tuple[Path, Path]) -> Iterator[Running]:
+    settings = ENGINES[name]
+    start, trained = checkpoints
+    with open_llm(trained, **settings) as fresh:
+        wanted = [{k: list(v) for k, v in asdict(a).items()} for a in one_by_one(fresh)]
+    with open_llm(start, **settings) as llm, bridge(llm) as url:
+        yield Running(llm, url, wanted)
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Iterator[Running]:
+    with running(request.param, checkpoints) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "geometry", "bucket"),
+    CASES,
+    ids=[f"{c[0]}-from-{'-'.join(f'{k}{v}' for k, v in c[2].items())}" for c in CASES],
+    indirect=["engine"],
+)
+def test_equal_to_a_fresh_engine(
+    engine: Running,
+    checkpoints: tuple[Path, Path],
+    request: pytest.FixtureRequest,
+    ranks: int,
+    geometry: dict[str, Any],
+    bucket: int,
+) -> None:
+    found = run_ranks(cycle, ranks, str(checkpoints[1]), geometry, [engine.url], bucket, timeout=300)[0]
+    assert found["other"] != [engine.wanted], "the first refit must have changed the engine"
+    assert found["repeated"] == [[engine.wanted]] * 2
+    assert found["compared"] >= 69
+    assert found["rounds"] > 2, "small buckets make many rounds"
+    check_bytes(found, [ENGINES[request.node.callspec.params["engine"]]])
+
+
+def test_two_engines_of_different_size_in_one_refit(checkpoints: tuple[Path, Path]) -> None:
+    with running("plain-tp1", checkpoints) as small, running("plain-tp2", checkpoints) as large:
+        found = run_ranks(cycle, 2, str(checkpoints[1]), {"ep": 2}, [small.url, large.url], 100_000, timeout=300)[0]
+        assert found["repeated"] == [[small.wanted, large.wanted]] * 2
+        check_bytes(found, [ENGINES["plain-tp1"], ENGINES["plain-tp2"]])
+
+
+def check_bytes(found: dict[str, Any], engines: list[dict[str, Any]]) -> None:
+    """Counted bytes of every edge are the plan's, and each engine rank got its own cut of the model and not a byte more."""
+    planned = {(e["source"], e["target"]): e["nbytes"] for e in found["edges"]}
+    received, first = {}, 0
+    for reports, settings in zip(found["report"]["engines"], engines, strict=True):
+        for report in reports:
+            mine = {(int(s), first + report["rank"]): n for s, n in report["received"].items()}
+            received |= mine
+            assert sum(mine.values()) == share_bytes(settings.get("ranks", 1), settings.get("enable_expert_parallel", False)), (
+                report
+            )
+        first += len(reports)
+    assert received == planned
+
+
+def share_bytes(tp: int, ep: bool) -> int:
+    """What one rank of an engine holds, by hand from the model's sizes, in bytes of float32."""
+    c, e = COMMON, EXPERTS
+    hidden, head = c["hidden_size"], c["head_dim"]
+    cut = 2 * c["vocab_size"] * hidden  # embedding and output
+    attention = (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * head * hidden
+    experts = e["num_experts"] * 3 * e["moe_intermediate_size"] * hidden  # cut by expert or inside each: the same share
+    whole = hidden + c["num_hidden_layers"] * (2 * hidden + 2 * head + e["num_experts"] * hidden)  # norms and routers
+    return 4 * (whole + (cut + c["num_hidden_layers"] * (attention + experts)) // tp)
