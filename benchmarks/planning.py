@@ -1,10 +1,10 @@
-"""Time and memory to plan at full published size: routes of one worker, and the joint plan of 512 trainer ranks to 256 engine ranks.
+"""Time and memory to plan at full published size: routes of one worker, and 512 trainer ranks to 256 engine ranks.
 
     python benchmarks/planning.py [--json FILE]
 
-No weights exist and nothing is downloaded. Sources and targets of the joint plan are cut by rule here (DeepSeek-V3's tensors; trainer
-PP8 x EP64 with the dense weights replicated 64 times; engine TP32 with EP32, eight engines), because the point is the planner's cost. The
-smaller plans show how the cost grows with the number of moves.
+No weights exist and nothing is downloaded. Sources and targets of the joint plan are cut by rule here (DeepSeek-V3's tensors;
+trainer PP8 x EP64 with the dense weights replicated 64 times; eight engines of 32 ranks with EP32), because the point is the
+planner's cost. The smaller plans show how the cost grows with the number of moves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,16 @@ def held_whole(manifest: Manifest, holders: dict[str, list[int]]) -> Placements:
     tensor = np.repeat(np.arange(len(names)), counts)
     buffers = [Buffer(n, rank, manifest.tensors[n].dtype, manifest.tensors[n].shape) for n in names for rank in holders[n]]
     n = len(tensor)
-    return Placements(names, buffers, tensor, np.arange(n), np.zeros((n, depth), np.int64), shapes[tensor], np.zeros(n, np.int64), strides[tensor])
+    return Placements(
+        names,
+        buffers,
+        tensor,
+        np.arange(n),
+        np.zeros((n, depth), np.int64),
+        shapes[tensor],
+        np.zeros(n, np.int64),
+        strides[tensor],
+    )
 
 
 def holders(manifest: Manifest, ranks: int, pp: int, ep: int, layers: int) -> dict[str, list[int]]:
@@ -119,7 +128,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--no-routes", action="store_true", help="the joint plans only")
     arguments = parser.parse_args()
-    setup = {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "numpy": np.__version__}
+    setup = {
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
     print("setup:", ", ".join(f"{k} {v}" for k, v in setup.items()))
     routes = {} if arguments.no_routes else {model: routes_of(model) for model in MODELS}
     for text in routes.values():

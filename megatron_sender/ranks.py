@@ -29,7 +29,9 @@ class Answer(msgspec.Struct, frozen=True):
         """The value. Raises the error that the problems were."""
         if self.problems:
             kind: type[RefitError] = getattr(errors, self.kind, RefitError)
-            raise kind.of(self.problems, f"the refit failed with {len(self.problems)} problem(s)" if len(self.problems) > 1 else "")
+            raise kind.of(
+                self.problems, f"the refit failed with {len(self.problems)} problem(s)" if len(self.problems) > 1 else ""
+            )
         return self.value
 
 

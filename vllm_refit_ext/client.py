@@ -15,7 +15,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from vllm_refit_ext.core.errors import ConfigError, DeadlineError, PlanError, Problem, RefitError, SessionError, VerifyError, WireError
+from vllm_refit_ext.core.errors import (
+    ConfigError,
+    DeadlineError,
+    PlanError,
+    Problem,
+    RefitError,
+    SessionError,
+    VerifyError,
+    WireError,
+)
 from vllm_refit_ext.core.messages import Message, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc, to_rpc
 
 LATE_S = 30.0
@@ -41,11 +50,19 @@ class EngineClient(ABC):
         stale = [i for i, r in enumerate(reports) if r is None or r.version != info.version]
         if stale:
             got = [getattr(reports[i], "version", None) for i in stale]
-            raise RefitError("ranks report another version after the update", where=f"engine ranks {stale}", got=got, wanted=info.version)
+            raise RefitError(
+                "ranks report another version after the update", where=f"engine ranks {stale}", got=got, wanted=info.version
+            )
         if info.caches != "keep" and not all(s.caches.startswith(info.caches) for s in statuses):
             got = statuses[0].caches or "no answer: the plugin `refit` is not loaded in the engine's process"
             do = "leave the plugin on (see VLLM_PLUGINS), or reset the caches yourself and pass caches='keep'"
-            raise SessionError("the new weights serve, but caches of older weights were not reset", where="caches", got=got, wanted=info.caches, do=do)
+            raise SessionError(
+                "the new weights serve, but caches of older weights were not reset",
+                where="caches",
+                got=got,
+                wanted=info.caches,
+                do=do,
+            )
         return [r for r in reports if r is not None]
 
     def status(self) -> list[Status]:
@@ -61,7 +78,11 @@ class EngineClient(ABC):
         replies = _read(VerifyReply, self.call("refit_verify", (digests,)), "refit_verify")
         raise_problems(replies, VerifyError)
         problems = [
-            Problem(f"{len(r.differs)} tensor(s) differ, the first is {r.differs[0]!r}", f"engine rank {r.rank}", do="run a full refit")
+            Problem(
+                f"{len(r.differs)} tensor(s) differ, the first is {r.differs[0]!r}",
+                f"engine rank {r.rank}",
+                do="run a full refit",
+            )
             for r in replies
             if r.differs
         ]
@@ -111,13 +132,15 @@ class HTTPClient(EngineClient):
     def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
         """POST a JSON body and return the JSON answer, {} for an empty one. Raises WireError or DeadlineError."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)  # noqa: S310 - checked in __init__
+        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
         where = f"POST {path}"
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as reply:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=timeout_s) as reply:
                 text = reply.read().decode()
         except urllib.error.HTTPError as error:
-            raise WireError("the server refused", where=where, got=f"{error.code} {error.read().decode(errors='replace')[:2000]}") from None
+            raise WireError(
+                "the server refused", where=where, got=f"{error.code} {error.read().decode(errors='replace')[:2000]}"
+            ) from None
         except TimeoutError:
             raise DeadlineError("no answer", where=where, wanted=f"within {timeout_s} s") from None
         except urllib.error.URLError as error:

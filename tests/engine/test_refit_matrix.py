@@ -1,7 +1,7 @@
 """Every trainer geometry against every engine: after a refit the engine answers exactly like a fresh one of the same checkpoint.
 
-Engines: vLLM on a CPU as it comes (its own reload is the writer), and with the plain layouts of GPUs (moves are written in place),
-which alone can run expert parallelism.
+Engines: vLLM on a CPU as it comes (its own reload is the writer), and with the plain layouts of GPUs (moves are written in
+place), which alone can run expert parallelism.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Refits of other architectures: latent attention with a router bias in float32, tied embeddings, biases, few KV heads, a padded vocabulary."""
+"""Refits of other architectures: latent attention with a float32 router bias, tied, biased, few KV heads, padded vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "tied-tp2-pp2": ("qwen3_tied", 4, {"tp": 2, "pp": 2}, {}),
     "bias-tp2": ("qwen2", 2, {"tp": 2}, {}),
     "one-kv-head-tp4": ("qwen3_few_kv", 4, {"tp": 4}, {}),
-    "odd-vocabulary-tp2": ("llama", 2, {"tp": 2, "should_pad_vocab": True, "make_vocab_size_divisible_by": 64}, {"vocab_size": 323}),
+    "odd-vocabulary-tp2": (
+        "llama",
+        2,
+        {"tp": 2, "should_pad_vocab": True, "make_vocab_size_divisible_by": 64},
+        {"vocab_size": 323},
+    ),
     "vpp2-pp2": ("qwen3_moe", 2, {"pp": 2, "vpp": 2}, {"num_hidden_layers": 4}),
     "etp2-ep2": ("qwen3_moe", 4, {"tp": 2, "ep": 2, "etp": 2}, {}),
 }

@@ -1,4 +1,4 @@
-"""Bad input and faults on a real engine: one clear error, the old weights serve on or the engine refuses by name, the next refit works."""
+"""Bad input and faults on a real engine: one clear error, old weights or a refusal by name, and the next refit works."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def unknown_dtype(info: dict[str, Any]) -> str:
     return "model.norm.weight"
 
 
-@pytest.mark.parametrize("spoil", [misspelt, missing, missing_norm, unexpected, unexpected_scale, wrong_shape, transposed, wrong_dtype, unknown_dtype])
+@pytest.mark.parametrize(
+    "spoil", [misspelt, missing, missing_norm, unexpected, unexpected_scale, wrong_shape, transposed, wrong_dtype, unknown_dtype]
+)
 def test_bad_manifest(llm: Any, trainer: WholeTrainer, wanted: Any, spoil: Any) -> None:
     before = one_by_one(llm)
     info = trainer.info()
@@ -144,7 +146,10 @@ def test_problems_come_together(trainer: WholeTrainer) -> None:
     assert all(name in text for name in names)
 
 
-@pytest.mark.parametrize("info", [[], "not base64!", b"\xc1broken", {}, 7, {"a": 3}, {"a": [[-1], "float32"]}, {"a": {"shape": [1], "dtipe": "float32"}}])
+@pytest.mark.parametrize(
+    "info",
+    [[], "not base64!", b"\xc1broken", {}, 7, {"a": 3}, {"a": [[-1], "float32"]}, {"a": {"shape": [1], "dtipe": "float32"}}],
+)
 def test_not_a_manifest(llm: Any, trainer: WholeTrainer, info: Any) -> None:
     assert problems(trainer, info)
     assert one_by_one(llm)
@@ -156,7 +161,9 @@ def test_wrong_arity(llm: Any, trainer: WholeTrainer, wanted: Any) -> None:
         assert "wrong arguments" in reply["problems"][0]["what"]
         assert "state_dict_info" in reply["problems"][0]["wanted"]
     assert "wrong arguments" in llm.collective_rpc("refit_status", args=(1,))[0]["problems"][0]["what"]
-    (reply,) = llm.collective_rpc("prepare_refit_info", kwargs={"state_dict_info": trainer.info(), "fp8_config": {"prequantise": True}})
+    (reply,) = llm.collective_rpc(
+        "prepare_refit_info", kwargs={"state_dict_info": trainer.info(), "fp8_config": {"prequantise": True}}
+    )
     assert "fp8_config" in reply["problems"][0]["what"]
     check_recovers(llm, trainer, wanted)
 
@@ -208,7 +215,7 @@ def test_sender_killed_while_publishing(llm: Any, trainer: WholeTrainer, wanted:
     dead = type(info.shm.segments[0])(rank=0, name=name, nbytes=info.shm.segments[0].nbytes, nonce=42)
     from msgspec.structs import replace
 
-    with pytest.raises(RefitError, match="not finished filling|can't be opened"):
+    with pytest.raises(RefitError, match=r"not finished filling|can't be opened"):
         trainer.client.update(replace(info, shm=replace(info.shm, segments=[dead])))
     assert one_by_one(llm) == before
     check_recovers(llm, trainer, wanted)
@@ -218,7 +225,9 @@ def trainer_bytes(trainer: WholeTrainer) -> int:
     return sum(t.numel() * t.element_size() for t in trainer.tensors.values()) + 256 * (len(trainer.tensors) + 2)
 
 
-def test_failure_after_the_first_write_tears_the_engine(llm: Any, trainer: WholeTrainer, wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_after_the_first_write_tears_the_engine(
+    llm: Any, trainer: WholeTrainer, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer.refit("whole")
 
     def half(self: InPlaceWriter, reader: Any) -> None:

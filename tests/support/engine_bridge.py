@@ -29,7 +29,9 @@ def bridge(llm: Any) -> Iterator[str]:
     lock = threading.Lock()
 
     def rpc(body: dict[str, Any]) -> Any:
-        replies = llm.collective_rpc(body["method"], timeout=body.get("timeout"), args=tuple(body.get("args", ())), kwargs=body.get("kwargs"))
+        replies = llm.collective_rpc(
+            body["method"], timeout=body.get("timeout"), args=tuple(body.get("args", ())), kwargs=body.get("kwargs")
+        )
         return {"results": replies}
 
     paths: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -38,7 +40,7 @@ def bridge(llm: Any) -> Iterator[str]:
     }
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
+        def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
             try:
                 with lock:

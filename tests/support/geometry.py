@@ -27,7 +27,9 @@ class Side:
     contents: list[np.ndarray] = dataclasses.field(default_factory=list)
     rows: list[Placement] = dataclasses.field(default_factory=list)
 
-    def add(self, name: str, rank: int, local: np.ndarray, parts: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -> None:
+    def add(
+        self, name: str, rank: int, local: np.ndarray, parts: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+    ) -> None:
         """A local tensor and its parts: (tensor, lo, hi, index in `local` where the part starts)."""
         local = np.ascontiguousarray(local)
         self.buffers.append(Buffer(name, rank, "float32", local.shape))
@@ -80,9 +82,7 @@ class Case:
         for row in sources.rows():
             n = held[row.tensor].ndim
             held[row.tensor][tuple(slice(a, b) for a, b in zip(row.lo[:n], row.hi[:n], strict=True))] = True
-        return all(
-            held[r.tensor][tuple(slice(a, b) for a, b in zip(r.lo, r.hi, strict=True))].all() for r in self.target.rows
-        )
+        return all(held[r.tensor][tuple(slice(a, b) for a, b in zip(r.lo, r.hi, strict=True))].all() for r in self.target.rows)
 
 
 def cuts(draw: st.DrawFn, size: int, parts: int, *, even: bool = False) -> list[tuple[int, int]]:
@@ -90,7 +90,9 @@ def cuts(draw: st.DrawFn, size: int, parts: int, *, even: bool = False) -> list[
     if even and size % parts == 0:
         step = size // parts
         return [(i * step, (i + 1) * step) for i in range(parts)]
-    inner = sorted(draw(st.lists(st.integers(1, size - 1), min_size=parts - 1, max_size=parts - 1, unique=True))) if parts > 1 else []
+    inner = (
+        sorted(draw(st.lists(st.integers(1, size - 1), min_size=parts - 1, max_size=parts - 1, unique=True))) if parts > 1 else []
+    )
     edges = [0, *inner, size]
     return list(zip(edges, edges[1:], strict=False))
 
@@ -204,7 +206,10 @@ def engine(draw, full, layers, kv, per_group, head_dim, experts, inner) -> tuple
                 w2 = np.stack([full[f"{i}.{x}.down"][:, a:b] for x in chosen])
                 parts13, parts2 = [], []
                 for k, x in enumerate(chosen):
-                    parts13 += [(f"{i}.{x}.gate", (a, 0), (b, hidden), (k, 0, 0)), (f"{i}.{x}.up", (a, 0), (b, hidden), (k, b - a, 0))]
+                    parts13 += [
+                        (f"{i}.{x}.gate", (a, 0), (b, hidden), (k, 0, 0)),
+                        (f"{i}.{x}.up", (a, 0), (b, hidden), (k, b - a, 0)),
+                    ]
                     parts2.append((f"{i}.{x}.down", (0, a), (hidden, b), (k, 0, 0)))
                 side.add(f"{i}.w13", rank, w13, parts13)
                 side.add(f"{i}.w2", rank, w2, parts2)

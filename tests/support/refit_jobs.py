@@ -108,7 +108,10 @@ def train_and_export(folder: str, geometry: dict[str, Any], url: str, out: str) 
     optimizer.step()
     trainer.sender.refit("trained")
     trainer.sender.verify()
-    exported = {name: tensor.clone().contiguous() for name, tensor in trainer.bridge.export_hf_weights(trainer.chunks, cpu=True, show_progress=False)}
+    exported = {
+        name: tensor.clone().contiguous()
+        for name, tensor in trainer.bridge.export_hf_weights(trainer.chunks, cpu=True, show_progress=False)
+    }
     found = trainer.answers()
     if trainer.rank == 0:
         shutil.copytree(folder, out, dirs_exist_ok=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 CASES = [
-    ("vllm_refit_ext.core.plan, vllm_refit_ext.core.manifest, vllm_refit_ext.core.messages, vllm_refit_ext.core.mxfp8, vllm_refit_ext.core.layouts",
+    (", ".join(f"vllm_refit_ext.core.{m}" for m in ("plan", "manifest", "messages", "mxfp8", "layouts", "digest")),
      ("torch", "vllm", "megatron", "triton")),
     ("vllm_refit_ext", ("torch", "vllm", "megatron", "triton")),
     ("megatron_sender", ("torch", "vllm", "megatron")),
@@ -31,7 +31,8 @@ def test_every_name_of_the_extension_is_ours() -> None:
     code = (
         "from vllm_refit_ext import RefitWorkerExtension as E; from vllm.v1.worker.gpu_worker import Worker\n"
         "names = [n for n in dir(E) if not n.startswith('__')]\n"
-        "print(sorted(n for n in names if not n.startswith('refit') and n != 'prepare_refit_info'), [n for n in names if hasattr(Worker, n)])"
+        "print(sorted(n for n in names if not n.startswith('refit') and n != 'prepare_refit_info'), end=' ')\n"
+        "print([n for n in names if hasattr(Worker, n)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().splitlines()[-1] == "[] []"

@@ -104,7 +104,11 @@ def test_problems_are_reported_together():
     targets = concatenate([one("known"), one("norm.weight_sale"), one("bytes", dtype="uint8")])
     sources = concatenate([one("known", dtype="bfloat16"), one("norm.weight_scale"), one("bytes")])
     with pytest.raises(PlanError) as error:
-        build_plan(manifest(known=((4, 6), "float32"), bytes=((4, 6), "float32"), **{"norm.weight_scale": ((4, 6), "float32")}), sources, targets)
+        build_plan(
+            manifest(known=((4, 6), "float32"), bytes=((4, 6), "float32"), **{"norm.weight_scale": ((4, 6), "float32")}),
+            sources,
+            targets,
+        )
     text = str(error.value)
     assert "Did you mean 'norm.weight_scale'?" in text
     assert "'known'" in text
@@ -159,5 +163,3 @@ def test_partly_overlapping_sources_are_cut_on_their_grid():
     sources = concatenate([one(shape=(6, 2), rank=0, lo=(0, 0), hi=(4, 2)), one(shape=(6, 2), rank=1, lo=(2, 0), hi=(6, 2))])
     plan = build_plan(manifest(w=((6, 2), "float32")), sources, one(shape=(6, 2)))
     assert sorted((int(a), int(e)) for a, e in zip(plan.lo[:, 0], plan.extent[:, 0], strict=True)) == [(0, 2), (2, 2), (4, 2)]
-
-

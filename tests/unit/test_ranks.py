@@ -23,7 +23,8 @@ from vllm_refit_ext.core.errors import RefitError, WireError
 rank, mode = int(sys.argv[1]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)
 ranks = Ranks(6.0)
-print(ranks.exchange(answer_of(lambda: b"x%d" % rank), lambda values: [b"+".join(values) + b"@%d" % r for r in range(3)]).decode(), flush=True)
+answers = lambda values: [b"+".join(values) + b"@%d" % r for r in range(3)]
+print(ranks.exchange(answer_of(lambda: b"x%d" % rank), answers).decode(), flush=True)
 
 def work():
     if mode == "raise" and rank == 1:
@@ -47,7 +48,8 @@ def run(tmp_path: Path, mode: str) -> tuple[list[list[str]], float]:
     begin = time.monotonic()
     store = tmp_path / "store"
     children = [
-        subprocess.Popen([sys.executable, "-c", CODE, str(rank), str(store), mode], stdout=subprocess.PIPE, text=True) for rank in range(3)
+        subprocess.Popen([sys.executable, "-c", CODE, str(rank), str(store), mode], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
     ]
     try:
         lines = [child.communicate(timeout=60)[0].splitlines() for child in (children[0], children[2])]

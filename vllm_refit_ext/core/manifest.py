@@ -76,13 +76,17 @@ def parse_state_dict_info(info: object) -> Offer:
         try:
             info = base64.b64decode(info, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise ManifestError("state_dict_info is text but not base64", got=str(error), do="pass the mapping, or bytes as base64") from None
+            raise ManifestError(
+                "state_dict_info is text but not base64", got=str(error), do="pass the mapping, or bytes as base64"
+            ) from None
     if isinstance(info, bytes | bytearray | memoryview):
         try:
             packed = msgspec.msgpack.decode(info, type=_Packed)
             sources = unpack_placements(packed.sources) if packed.sources is not None else None
         except (msgspec.MsgspecError, ValueError) as error:
-            raise ManifestError("the packed state_dict_info can't be read", got=str(error), do="send what `pack_offer` makes") from None
+            raise ManifestError(
+                "the packed state_dict_info can't be read", got=str(error), do="send what `pack_offer` makes"
+            ) from None
         check_manifest(packed.manifest)
         return Offer(packed.manifest, sources, packed.first_rank)
     if not isinstance(info, Mapping):

@@ -60,7 +60,15 @@ class Placements:
     """
 
     def __init__(
-        self, names: Sequence[str], buffers: Sequence[Buffer], tensor: Int, buffer: Int, lo: Int, hi: Int, offset: Int, strides: Int
+        self,
+        names: Sequence[str],
+        buffers: Sequence[Buffer],
+        tensor: Int,
+        buffer: Int,
+        lo: Int,
+        hi: Int,
+        offset: Int,
+        strides: Int,
     ) -> None:
         self.names, self.buffers = list(names), list(buffers)
         self.tensor, self.buffer, self.offset = tensor, buffer, offset
@@ -107,7 +115,14 @@ class Placements:
     def select(self, keep: NDArray[np.bool_] | Int) -> Placements:
         """The rows in `keep` (mask or indices), with the same names and buffers."""
         return Placements(
-            self.names, self.buffers, self.tensor[keep], self.buffer[keep], self.lo[keep], self.hi[keep], self.offset[keep], self.strides[keep]
+            self.names,
+            self.buffers,
+            self.tensor[keep],
+            self.buffer[keep],
+            self.lo[keep],
+            self.hi[keep],
+            self.offset[keep],
+            self.strides[keep],
         )
 
     def widened(self, depth: int) -> Placements:

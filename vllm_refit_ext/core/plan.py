@@ -76,7 +76,9 @@ class Plan:
     @property
     def nbytes(self) -> Int:
         """Bytes of each move as the source holds them, int64 [n]: what travels."""
-        return np.prod(self.extent, axis=1, dtype=np.int64) * self._source_item[self.source] if len(self) else np.zeros(0, np.int64)
+        return (
+            np.prod(self.extent, axis=1, dtype=np.int64) * self._source_item[self.source] if len(self) else np.zeros(0, np.int64)
+        )
 
     def select(self, keep: NDArray[np.bool_] | Int) -> Plan:
         """The moves in `keep` (mask or indices), with the same buffers."""
@@ -111,7 +113,9 @@ class Plan:
         state = hashlib.sha256(self.manifest.digest.encode())
         state.update(msgspec.msgpack.encode([[b.name, b.dtype, b.shape, b.layout] for b in (self.targets[i] for i in mine)]))
         used = np.unique(share.source)
-        state.update(msgspec.msgpack.encode([[int(i), b.name, b.rank, b.dtype, b.shape] for i in used for b in (self.sources[i],)]))
+        state.update(
+            msgspec.msgpack.encode([[int(i), b.name, b.rank, b.dtype, b.shape] for i in used for b in (self.sources[i],)])
+        )
         for column in self.COLUMNS:
             values = getattr(share, column)
             values = local[values] if column == "target" else values
@@ -203,7 +207,9 @@ def _name_problems(targets: Placements, tensor: Int, index: dict[str, int]) -> l
 
 def _shape_problems(side: str, table: Placements, tensor: Int, manifest: Manifest) -> list[Problem]:
     depth = table.lo.shape[1]
-    shapes = np.array([[*t.shape, *([1] * (depth - len(t.shape)))] for t in manifest.tensors.values()], np.int64).reshape(-1, depth)
+    shapes = np.array([[*t.shape, *([1] * (depth - len(t.shape)))] for t in manifest.tensors.values()], np.int64).reshape(
+        -1, depth
+    )
     bad = np.flatnonzero((table.hi > shapes[tensor]).any(axis=1) | (table.lo < 0).any(axis=1))
     names = list(manifest.tensors)
     problems = {}
@@ -216,7 +222,9 @@ def _shape_problems(side: str, table: Placements, tensor: Int, manifest: Manifes
     return list(problems.values())
 
 
-def _dtype_problems(sources: Placements, source_tensor: Int, targets: Placements, target_tensor: Int, manifest: Manifest) -> list[Problem]:
+def _dtype_problems(
+    sources: Placements, source_tensor: Int, targets: Placements, target_tensor: Int, manifest: Manifest
+) -> list[Problem]:
     """Every tensor whose buffers disagree with the manifest, or whose target can't take what travels."""
     problems = []
     names, specs = list(manifest.tensors), list(manifest.tensors.values())
@@ -276,5 +284,7 @@ def _coverage_problems(targets: Placements, tensor: Int, row: Int, lo: Int, hi: 
         holes = uncovered(targets.lo[i].tolist(), targets.hi[i].tolist(), lo[mine], hi[mine])
         text = ", ".join("[" + ", ".join(f"{a}:{b}" for a, b in hole) + "]" for hole in holes[:4])
         where = f"tensor {names[tensor[i]]!r}, engine rank {targets.rank[i]}"
-        problems.append(Problem("no trainer rank offers a part of it", where, f"{got[i]} elements", f"{wanted[i]}; missing {text}"))
+        problems.append(
+            Problem("no trainer rank offers a part of it", where, f"{got[i]} elements", f"{wanted[i]}; missing {text}")
+        )
     return problems

@@ -91,7 +91,12 @@ def _cut(atoms: Atoms, tensors: set[int]) -> Atoms:
             sizes.append(len(rows))
     start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     return Atoms(
-        np.array(out_tensor, np.int64), np.array(out_lo), np.array(out_hi), start, np.concatenate(out_holder), np.concatenate(out_rank)
+        np.array(out_tensor, np.int64),
+        np.array(out_lo),
+        np.array(out_hi),
+        start,
+        np.concatenate(out_holder),
+        np.concatenate(out_rank),
     )
 
 

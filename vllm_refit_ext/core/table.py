@@ -67,7 +67,13 @@ def unpack_placements(message: PackedPlacements) -> Placements:
         unpack(c) for c in (message.tensor, message.buffer, message.lo, message.hi, message.offset, message.strides)
     )
     n = len(tensor)
-    if buffer.shape != (n,) or offset.shape != (n,) or lo.ndim != 2 or not (lo.shape == hi.shape == strides.shape) or len(lo) != n:
+    if (
+        buffer.shape != (n,)
+        or offset.shape != (n,)
+        or lo.ndim != 2
+        or not (lo.shape == hi.shape == strides.shape)
+        or len(lo) != n
+    ):
         raise ValueError("the columns of a placement table differ in length")
     for what, index, count in (("tensor", tensor, len(message.names)), ("buffer", buffer, len(message.buffers))):
         if n and (index.min() < 0 or index.max() >= count):
@@ -93,4 +99,6 @@ def check_bounds(table: Placements) -> None:
     if len(bad):
         row = int(bad[0])
         buffer = table.buffers[table.buffer[row]]
-        raise ValueError(f"a box of {table.names[table.tensor[row]]!r} reaches outside buffer {buffer.name!r} of rank {buffer.rank}")
+        raise ValueError(
+            f"a box of {table.names[table.tensor[row]]!r} reaches outside buffer {buffer.name!r} of rank {buffer.rank}"
+        )

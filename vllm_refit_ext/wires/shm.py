@@ -37,7 +37,7 @@ from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.table import Column, pack, unpack
 
-FOLDER = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, files are made with O_EXCL and mode 0600
+FOLDER = Path("/dev/shm")
 HEADER = struct.Struct("<8sIIQQiI24x")  # magic, protocol, state, nonce, nbytes, rank, pid
 MAGIC, PROTOCOL = b"REFITSHM", 1
 FILLING, COMPLETE = 0, 1
@@ -74,7 +74,7 @@ class ShmPublisher:
         path = FOLDER / self.name
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            # Held as long as this process lives: a segment whose lock is free is a leftover, in whatever pid namespace its owner was.
+            # Held while this process lives: a segment whose lock is free is a leftover, whatever pid namespace its owner was in.
             fcntl.flock(fd, fcntl.LOCK_EX)
             # Reserved now: a file that grows page by page would end the process with SIGBUS when shared memory is full.
             os.posix_fallocate(fd, 0, self.nbytes)
@@ -87,7 +87,9 @@ class ShmPublisher:
             free = os.statvfs(FOLDER)
             room = f"{free.f_bavail * free.f_frsize} bytes free in {FOLDER}"
             do = "give the container more shared memory, or use another wire"
-            raise WireError("shared memory is too small", where=f"trainer rank {rank}", got=room, wanted=f"{nbytes} bytes", do=do) from None
+            raise WireError(
+                "shared memory is too small", where=f"trainer rank {rank}", got=room, wanted=f"{nbytes} bytes", do=do
+            ) from None
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         # Runs at collection and at exit, so that only a killed process leaves its segment behind.
         self._remove = weakref.finalize(self, _remove, path, fd, os.getpid())
@@ -118,8 +120,8 @@ class ShmReader:
     def __init__(self, info: ShmInfo, buffers: Sequence[Buffer], used: Int, mapped: dict[str, mmap.mmap] | None = None) -> None:
         """Map the segments that hold the buffers in `used` (int64 indices) and check every header.
 
-        mapped: mappings kept from an earlier refit, by name. Raises WireError listing every segment that is missing, foreign, stale
-        or too short; no new mapping is left open then.
+        mapped: mappings kept from an earlier refit, by name. Raises WireError listing every segment that is missing, foreign,
+        stale or too short; no new mapping is left open then.
         """
         self._segments = {s.rank: s for s in info.segments}
         self._buffers, self._offsets = list(buffers), unpack(info.offsets)
@@ -145,7 +147,11 @@ class ShmReader:
     def _problems_of_offsets(self, used: Int) -> list[Problem]:
         if self._offsets.shape != (len(self._buffers),):
             got = f"{list(self._offsets.shape)} offsets"
-            return [Problem("the offsets do not fit the prepared sources", "wire shm", got, f"[{len(self._buffers)}]", "prepare again")]
+            return [
+                Problem(
+                    "the offsets do not fit the prepared sources", "wire shm", got, f"[{len(self._buffers)}]", "prepare again"
+                )
+            ]
         problems = []
         for i in np.unique(used):
             buffer, at = self._buffers[i], int(self._offsets[i])
@@ -162,10 +168,14 @@ class ShmReader:
         magic, protocol, state, nonce, nbytes, rank, _ = HEADER.unpack_from(self.maps[segment.name], 0)
         where = f"wire shm, segment {segment.name!r} of trainer rank {segment.rank}"
         if magic != MAGIC or protocol != PROTOCOL:
-            raise WireError("not a segment of this protocol", where=where, got=f"{magic!r} {protocol}", wanted=f"{MAGIC!r} {PROTOCOL}")
+            raise WireError(
+                "not a segment of this protocol", where=where, got=f"{magic!r} {protocol}", wanted=f"{MAGIC!r} {PROTOCOL}"
+            )
         if (nonce, nbytes, rank) != (segment.nonce, segment.nbytes, segment.rank):
             do = "send the reply of the latest publication"
-            raise WireError("the segment was refilled or belongs to another publication", where=where, got=nonce, wanted=segment.nonce, do=do)
+            raise WireError(
+                "the segment was refilled or belongs to another publication", where=where, got=nonce, wanted=segment.nonce, do=do
+            )
         if state != COMPLETE:
             raise WireError("the trainer has not finished filling it", where=where, do="call update_weights after publishing")
 
@@ -238,7 +248,9 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> ShmRead
     """Map and check the segments that this rank's plan reads. Raises WireError, ConfigError."""
     if update.shm is None:
         raise ConfigError("wire shm needs the field shm", where="update_weights", do="pass what the publisher returned")
-    reader = ShmReader(update.shm, plan.sources, np.unique(plan.source), {n: m for n, m in kept.items() if isinstance(m, mmap.mmap)})
+    reader = ShmReader(
+        update.shm, plan.sources, np.unique(plan.source), {n: m for n, m in kept.items() if isinstance(m, mmap.mmap)}
+    )
     for name in set(kept) - set(reader.maps):
         with contextlib.suppress(BufferError):  # a view is alive: the mapping goes when the view does
             kept.pop(name).close()
@@ -286,9 +298,13 @@ def _open(segment: Segment) -> mmap.mmap:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
-            raise WireError("the segment belongs to another user", where=where, got=f"uid {status.st_uid}", wanted=f"uid {os.geteuid()}")
+            raise WireError(
+                "the segment belongs to another user", where=where, got=f"uid {status.st_uid}", wanted=f"uid {os.geteuid()}"
+            )
         if status.st_size < segment.nbytes or segment.nbytes < HEADER.size:
-            raise WireError("the segment is too short", where=where, got=f"{status.st_size} bytes", wanted=f"{segment.nbytes} bytes")
+            raise WireError(
+                "the segment is too short", where=where, got=f"{status.st_size} bytes", wanted=f"{segment.nbytes} bytes"
+            )
         return mmap.mmap(fd, segment.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
         os.close(fd)
