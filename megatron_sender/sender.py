@@ -15,20 +15,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from megatron_sender.calls import Calls
 from megatron_sender import metrics
+from megatron_sender.calls import Calls
+from megatron_sender.prequantize import Prequantised
 from megatron_sender.ranks import Ranks, answer_of
 from megatron_sender.source import SourceMap, source_map
 from vllm_refit_ext.client import LATE_S, EngineClient, raise_problems
 from vllm_refit_ext.core.errors import ConfigError, ManifestError, PlanError, Problem, RefitError, SessionError
-from vllm_refit_ext.core.manifest import Manifest, Offer, TensorSpec, pack_offer
+from vllm_refit_ext.core.manifest import Manifest, Offer, TensorSpec, pack_offer, suggest
 from vllm_refit_ext.core.messages import DEADLINE_S, CachePolicy, PrepareReply, UpdateInfo, UpdateReport, WireName
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan, check_consumed
@@ -36,7 +37,7 @@ from vllm_refit_ext.core.plan_wire import PackedPlan, pack_plan, unpack_plan
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
 from vllm_refit_ext.wires import ActiveSender, ResidentSender, Sender, wire
 from vllm_refit_ext.wires.boxes import MODULUS, Content, as_bytes, sum_by_tensor
-from vllm_refit_ext.wires.coded import ScaleMoves, sent_content
+from vllm_refit_ext.wires.coded import PlacedScales, sent_content
 
 LINK_BYTES = 64 << 20
 """Size of the copy that measures what this machine's memory can do."""
@@ -45,7 +46,8 @@ LINK_BYTES = 64 << 20
 class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """wire: how bytes travel. unused: checkpoint names that no engine rank needs to read. caches: what a commit does with caches of
     older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end. resident: the trainer's memory
-    is never freed between refits, so engines may keep it mapped.
+    is never freed between refits, so engines may keep it mapped. prequantize: quantise in the trainer what engines hold as MXFP8, and
+    the checkpoint names in `quantise` beside.
     """
 
     wire: WireName = "shm"
@@ -53,12 +55,14 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     caches: CachePolicy = "reset"
     deadline_s: float = DEADLINE_S
     resident: bool = False
+    prequantize: bool = False
+    quantise: tuple[str, ...] = ()
 
 
 class RefitReport(msgspec.Struct, frozen=True):
     """One refit as every trainer rank sees it.
 
-    seconds: `publish` (this rank's copy into the wire), `update` (from the call to the engine's commit), `total`. nbytes: what
+    seconds: `quantise`, `publish` (this rank's part of the wire), `update` (from the call to the engine's commit), `total`. nbytes: what
     travelled to all engine ranks. link: share of the memory copy rate measured at prepare (read and write both counted).
     engines: the reports of all engine ranks, by engine.
     """
@@ -113,6 +117,7 @@ class MegatronSender:
         self._engines = [engine] if isinstance(engine, EngineClient) else list(engine or [])
         self.ranks = Ranks(self.config.deadline_s + 2 * LATE_S)
         self.source: SourceMap | None = None
+        self._prequantised: Prequantised | None = None
         self.plan: Plan | None = None
         self.replies: list[list[PrepareReply]] = []
         self._first_rank: list[int] = []
@@ -129,7 +134,11 @@ class MegatronSender:
         disagree), WireError (no room), all with every problem found.
         """
         self.close()
-        raw = self.ranks.exchange(answer_of(self._describe), self._plan_together)
+        names: frozenset[str] = frozenset()
+        if self.config.prequantize:
+            asked = self.ranks.exchange(answer_of(self._describe), self._ask_what_to_quantise)
+            names = frozenset(msgspec.msgpack.decode(asked, type=list[str]))
+        raw = self.ranks.exchange(answer_of(lambda: self._describe(names)), self._plan_together)
         share = msgspec.msgpack.decode(raw, type=_Share)
         if self.ranks.rank != 0:
             self.plan = unpack_plan(share.plan, share.manifest)
@@ -138,26 +147,59 @@ class MegatronSender:
         assert self.plan is not None
         return self.plan
 
-    def _describe(self) -> bytes:
+    def _describe(self, names: Collection[str] = ()) -> bytes:
         self.source = source_map(self._chunks, self._bridge, rank=self.ranks.rank)
         loose = [b.name for b, t in zip(self.source.placements.buffers, self.source.tensors, strict=True) if not t.is_contiguous()]
         if loose:
             raise ConfigError("tensors of the trainer are not contiguous", where="the source map", got=loose[:5])
         tensors = {name: TensorSpec(shape, dtype) for name, (shape, dtype) in self.source.manifest.items()}
-        return msgspec.msgpack.encode(_Description(tensors, self.source.aliases, pack_placements(self.source.placements)))
+        if names:
+            self._prequantised = Prequantised(tensors, self.source.placements, self.source.tensors, names)
+            tensors = self._prequantised.specs
+        return msgspec.msgpack.encode(_Description(tensors, self.source.aliases, pack_placements(self._placements)))
 
-    def _plan_together(self, raw: list[bytes]) -> list[bytes]:
-        """On rank 0: offer what all ranks hold, plan with what the engines answer, and cut the plan for the ranks."""
+    @property
+    def _placements(self) -> Placements:
+        """What this rank offers: its shards, or codes and scales of those that it quantises."""
+        assert self.source is not None
+        return self.source.placements if self._prequantised is None else self._prequantised.placements
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        """The memory of the buffers of `_placements`, in their order."""
+        assert self.source is not None
+        return self.source.tensors if self._prequantised is None else self._prequantised.tensors
+
+    def _ask_what_to_quantise(self, raw: list[bytes]) -> list[bytes]:
+        """On rank 0: the names that the engines hold as MXFP8, and those that the configuration adds."""
+        manifest, sources = self._offered(raw)
+        names, first = set(self.config.quantise), 0
+        for engine in self._engines:
+            replies = engine.prepare(pack_offer(Offer(manifest, sources, first)), {"prequantize": True})
+            raise_problems(replies)
+            names |= {name for reply in replies for name in reply.quantise}
+            first += len(replies)
+        unknown = [Problem("it is to be quantised and not offered", f"tensor {n!r}", do=suggest(n, manifest.tensors)) for n in sorted(names - set(manifest.tensors))]
+        if unknown:
+            raise ConfigError.of(unknown)
+        return [msgspec.msgpack.encode(sorted(names))] * self.ranks.size
+
+    def _offered(self, raw: list[bytes]) -> tuple[Manifest, Placements]:
         if not self._engines:
             raise ConfigError("trainer rank 0 needs an engine client", where="MegatronSender", do="pass engine= on rank 0")
         described = [msgspec.msgpack.decode(r, type=_Description) for r in raw]
         manifest = _merge(described)
         sources = concatenate([unpack_placements(d.placements) for d in described])
-        sources = Placements.from_rows(sources.buffers, [], list(manifest.tensors)) if not len(sources) else sources
+        return manifest, Placements.from_rows(sources.buffers, [], list(manifest.tensors)) if not len(sources) else sources
+
+    def _plan_together(self, raw: list[bytes]) -> list[bytes]:
+        """On rank 0: offer what all ranks hold, plan with what the engines answer, and cut the plan for the ranks."""
+        manifest, sources = self._offered(raw)
+        fp8_config = {"prequantize": True} if self.config.prequantize else None
         targets, read = [], set(self.config.unused)
         self.replies, self._first_rank, first = [], [], 0
         for engine in self._engines:
-            replies = engine.prepare(pack_offer(Offer(manifest, sources, first)))
+            replies = engine.prepare(pack_offer(Offer(manifest, sources, first)), fp8_config)
             raise_problems(replies)
             tables = [unpack_placements(r.targets) for r in replies if r.targets is not None]
             targets += tables
@@ -194,7 +236,7 @@ class MegatronSender:
 
     def _open(self, share: _Share) -> bytes:
         assert self.source is not None
-        self._sender = wire(self.config.wire).open_sender(self.ranks.rank, share.wire, self.source.tensors)
+        self._sender = wire(self.config.wire).open_sender(self.ranks.rank, share.wire, self._tensors)
         if isinstance(self._sender, ResidentSender):
             self._sender.resident = self.config.resident
         self._link = copy_rate(self.source.tensors[0].device if self.config.wire.startswith("ipc") else "cpu")
@@ -223,10 +265,14 @@ class MegatronSender:
         seconds: dict[str, float] = {}
 
         def publish() -> bytes:
-            source = self._live_source()
+            self._live_source()
             begin = time.perf_counter()
+            if self._prequantised is not None:
+                assert self.source is not None
+                self._prequantised.fill(self.source.tensors)
+                seconds["quantise"], begin = time.perf_counter() - begin, time.perf_counter()
             assert self._sender is not None
-            part = self._sender.begin(source.tensors)
+            part = self._sender.begin(self._tensors)
             seconds["publish"] = time.perf_counter() - begin
             return part
 
@@ -320,13 +366,13 @@ class MegatronSender:
         return int(self.ranks.exchange(answer_of(self._digests), self._verify_engines))
 
     def _digests(self) -> bytes:
-        source = self._live_source()
+        self._live_source()
         assert self.plan is not None
         share = self.plan.for_source(self.ranks.rank)
-        place = {(b.rank, b.name): i for i, b in enumerate(source.placements.buffers)}
-        memory = _Memory({i: as_bytes(source.tensors[place[b.rank, b.name]]) for i, b in enumerate(share.sources) if (b.rank, b.name) in place})
+        place = {(b.rank, b.name): i for i, b in enumerate(self._placements.buffers)}
+        memory = _Memory({i: as_bytes(self._tensors[place[b.rank, b.name]]) for i, b in enumerate(share.sources) if (b.rank, b.name) in place})
 
-        scales = ScaleMoves(share)
+        scales = PlacedScales(share, self._placements, self._tensors)
 
         def content(move: int) -> Content:
             return sent_content(share, move, memory, scales)
@@ -352,7 +398,7 @@ class MegatronSender:
         """Give back what this rank's half of the wire holds. `prepare` may be called again."""
         if self._sender is not None:
             self._sender.close()
-        self._sender, self.plan, self.source = None, None, None
+        self._sender, self.plan, self.source, self._prequantised = None, None, None, None
 
 
 class _Memory:

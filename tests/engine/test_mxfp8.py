@@ -103,7 +103,7 @@ def test_mxfp8_travels(engine, folders):
         specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
         cuts |= {name: (0, 2), name + TRAVELLING_SCALE: (1, 2)}
     sender = LooseSender(LLMClient(engine), offered, specs=specs, cuts=cuts)
-    assert sender.prepare()[0].reload == {}
+    assert sender.prepare({"prequantize": True})[0].reload == {}
     sender.refit("coded")
     assert sender.verify() == len(given)
     held = live(engine)
@@ -149,4 +149,4 @@ def test_a_missing_partner_is_refused(engine, folders):
     offered = {**given, name: codes.view(torch.float8_e4m3fn)}
     spec = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
     with pytest.raises(PlanError, match="scale tensor is missing"):
-        LooseSender(LLMClient(engine), offered, specs={name: spec}).prepare()
+        LooseSender(LLMClient(engine), offered, specs={name: spec}).prepare({"prequantize": True})

@@ -55,7 +55,7 @@ def test_buckets_change_nothing(engine, monkeypatch, bucket):
         offered |= {name: codes.view(torch.float8_e4m3fn), name + TRAVELLING_SCALE: scales}
         specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
     sender = LooseSender(LLMClient(llm), dict(sorted(offered.items())), specs=specs, wire_name="ipc_staged")
-    sender.prepare()
+    sender.prepare({"prequantize": True})
     sender.refit("coded")
     assert sender.verify() == len(given)
     sender.close()

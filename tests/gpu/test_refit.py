@@ -150,7 +150,7 @@ def test_mxfp8_travels(started, fresh):
             offered |= {name: codes.view(torch.float8_e4m3fn), name + TRAVELLING_SCALE: scales}
             specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
     sender = LooseSender(client, offered, specs=specs, wire_name="ipc")
-    reply = sender.prepare()[0]
+    reply = sender.prepare({"prequantize": True})[0]
     assert reply.reload == {}
     sender.refit("coded")
     assert sender.verify() == len(given)
@@ -171,7 +171,7 @@ def test_mxfp8_travels_to_bf16(started):
     offered = {**given, name: codes.view(torch.float8_e4m3fn), name + TRAVELLING_SCALE: scales}
     spec = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
     sender = LooseSender(client, offered, specs={name: spec}, wire_name="ipc")
-    sender.prepare()
+    sender.prepare({"prequantize": True})
     sender.refit("coded")
     assert sender.verify() == len(given)
     sender.close()

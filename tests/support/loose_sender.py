@@ -30,7 +30,7 @@ Cut = tuple[int, int]
 
 
 class LooseSender:
-    """One process that stands for all trainer ranks: rank 0 holds every buffer.
+    """One process that stands for all trainer ranks: rank 0 holds every buffer. `seconds`: of the last refit, by phase.
 
     `tensors`: HF name -> tensor, contiguous. `specs`: entries that are not plain. `cuts`: HF name -> how it is cut.
     """
@@ -61,9 +61,14 @@ class LooseSender:
                 names.append(Buffer(f"{name}@{lo}", 0, str(piece.dtype).removeprefix("torch."), tuple(piece.shape)))
                 self.buffers.append(piece)
         self.sources = Placements.from_rows(names, rows, list(self.manifest.tensors))
+        self.seconds: dict[str, float] = {}
         self.plan: Plan | None = None
         self.replies: list[PrepareReply] = []
         self._sender: Any = None
+
+    def offer(self, specs: Mapping[str, TensorSpec], sources: Placements, buffers: Sequence[torch.Tensor]) -> None:
+        """Offer shards that were described elsewhere instead."""
+        self.manifest, self.sources, self.buffers = Manifest(dict(specs)), sources, list(buffers)
 
     def prepare(self, fp8_config: dict[str, Any] | None = None) -> list[PrepareReply]:
         """Plan with the engine and open the wire. Returns the replies; raises the engine's problems."""
@@ -81,7 +86,10 @@ class LooseSender:
 
     def refit(self, version: str, **more: Any) -> list[UpdateReport]:
         """Hand over what the buffers hold now."""
-        field = {self.wire_name: wire(self.wire_name).info([self._sender.begin(self.buffers)]), **more}
+        start = time.perf_counter()
+        part = self._sender.begin(self.buffers)
+        self.seconds = {"publish": time.perf_counter() - start}
+        field = {self.wire_name: wire(self.wire_name).info([part]), **more}
         digests = {str(r.rank): r.digest for r in self.replies}
         update = UpdateInfo(
             wire=self.wire_name,  # type: ignore[arg-type]

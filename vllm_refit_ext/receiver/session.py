@@ -105,6 +105,10 @@ class Receiver:
     def _prepare(self, info: object, fp8_config: Fp8Config, clock: Clock) -> PrepareReply:
         offer = parse_state_dict_info(info)
         manifest = offer.manifest
+        coded = [name for name, spec in manifest.tensors.items() if spec.format == "mxfp8"]
+        if coded and not fp8_config.prequantize:
+            do = "pass fp8_config {'prequantize': true}"
+            raise ManifestError.of([Problem("it travels as MXFP8, which was not negotiated", f"tensor {n!r}", do=do) for n in coded])
         sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
         targets, plan = self._plan(manifest, sources, offer.first_rank + self.view.rank, clock)
         digest = plan.digest(targets.rank)

@@ -69,10 +69,12 @@ def unaligned(recording: Recording, held: Mapping[str, HeldParam], manifest: Man
                 reasons.setdefault(name, f"its part of {buffer.name} cuts blocks of {BLOCK} along K")
             elif name in recording.partners and (table.strides[row, depth - 1] != item or table.lo[row, depth - 1] % BLOCK):
                 reasons.setdefault(name, f"its scales do not lie along K of {buffer.name}")
-    for name in set(table.names) - set(recording.partners) - recording.rerouted:
-        dtypes = {table.buffers[b].dtype for b in np.unique(table.buffer[table.tensor == table.names.index(name)]) if table.buffers[b].name in held}
-        if dtypes and dtypes != {manifest.tensors[name].dtype}:
-            reasons.setdefault(name, f"it travels as {manifest.tensors[name].dtype} and the engine quantises from {'/'.join(dtypes)}")
+    for t, b in _pairs(table)[0]:
+        name, dtype = table.names[t], table.buffers[b].dtype
+        if table.buffers[b].name in held and name not in recording.partners and name not in recording.rerouted:
+            travels = manifest.tensors[name].dtype
+            if travels != dtype:
+                reasons.setdefault(name, f"it travels as {travels} and the engine quantises from {dtype}")
     return reasons
 
 
@@ -97,8 +99,11 @@ def _in_parameters(table: Placements, recording: Recording, held: Mapping[str, H
     scale = np.ones(len(table), np.int64)
     grow = np.ones(len(table), np.int64)
     pairs, which = _pairs(table)
+    kind = np.zeros(len(pairs), np.int64)
+    was = np.ones(len(pairs), np.int64)
+    now = np.ones(len(pairs), np.int64)
     for p, (t, b) in enumerate(pairs):
-        old, rows, name = table.buffers[b], which == p, table.names[t]
+        old, name = table.buffers[b], table.names[t]
         dtype, layout = old.dtype, PLAIN
         if old.name in held:
             rule = "ceil" if partnered[t] or rerouted[t] else held[old.name].coding.rule
@@ -109,12 +114,19 @@ def _in_parameters(table: Placements, recording: Recording, held: Mapping[str, H
         if key not in kinds:
             kinds[key] = len(buffers)
             buffers.append(Buffer(old.name, old.rank, dtype, old.shape, layout))
-        buffer[rows], scale[rows], grow[rows] = kinds[key], ITEMSIZE[old.dtype], ITEMSIZE[dtype]
+        kind[p], was[p], now[p] = kinds[key], ITEMSIZE[old.dtype], ITEMSIZE[dtype]
+    if len(table):
+        buffer, scale, grow = kind[which], was[which], now[which]
     codes = Placements(
         table.names, buffers, table.tensor, buffer, table.lo, table.hi, table.offset // scale * grow, table.strides // scale[:, None] * grow[:, None]
     )
-    scales = [_scale_rows(table, np.flatnonzero(which == p), buffers[buffer[which == p][0]], recording.partners[table.names[t]], manifest)
-              for p, (t, _) in enumerate(pairs) if partnered[t]]
+    order = np.argsort(which, kind="stable")
+    edges = np.searchsorted(which[order], np.arange(len(pairs) + 1))
+    scales = [
+        _scale_rows(table, order[edges[p] : edges[p + 1]], buffers[kind[p]], recording.partners[table.names[t]], manifest)
+        for p, (t, _) in enumerate(pairs)
+        if partnered[t]
+    ]
     return concatenate([codes, *scales])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -12,10 +12,10 @@ from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, SCALE_OF, coding_
 from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.core.mxfp8 import BLOCK, Rule
-from vllm_refit_ext.core.placement import Int
+from vllm_refit_ext.core.placement import Int, Placements
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.kernels.twin import quantize_values
-from vllm_refit_ext.wires.boxes import Content, Memory, box_view, source_view
+from vllm_refit_ext.wires.boxes import Content, Memory, as_bytes, box_view, source_view
 
 CODES = "float8_e4m3fn"
 Ints = tuple[int, ...]
@@ -48,13 +48,14 @@ class ScaleMoves:
         tensor = int(self.plan.tensor[move])
         return self._moves.get((self._index[tensor], _owner(self.plan, move)), [])
 
-    def blocks(self, move: int) -> tuple[Int, tuple[int, ...]]:
+    def blocks(self, move: int) -> tuple[Int, Ints]:
         """Start [D] and extent of the box of scales of `move`, whole blocks."""
-        plan, depth = self.plan, self._depth(move)
-        lo, hi = plan.lo[move].copy(), plan.lo[move] + plan.extent[move]
-        lo[depth - 1] //= BLOCK
-        hi[depth - 1] = -(-hi[depth - 1] // BLOCK)
-        return lo, tuple((hi - lo).tolist())
+        return blocks_of(self.plan, move)
+
+    def boxes(self, move: int, reader: Memory) -> Iterator[tuple[Int, Int, torch.Tensor]]:
+        """Every box (lo [D], hi [D], uint8 bytes) that may hold scales of `move`."""
+        for other in self.of(move):
+            yield self.plan.lo[other], self.plan.lo[other] + self.plan.extent[other], source_view(self.plan, other, reader).view(torch.uint8)
 
     def _depth(self, move: int) -> int:
         return len(self.plan.manifest.tensors[self.plan.names[int(self.plan.tensor[move])]].shape)
@@ -97,7 +98,44 @@ def _owner(plan: Plan, move: int) -> str:
     return plan.targets[int(plan.target[move])].name.partition(SCALE_OF)[0]
 
 
-def gather_scales(plan: Plan, move: int, found: ScaleMoves, reader: Memory) -> torch.Tensor:
+class PlacedScales:
+    """The scales that a trainer rank itself holds, which may not be those that travel: another replica may send these."""
+
+    def __init__(self, plan: Plan, placements: Placements, tensors: Sequence[torch.Tensor]) -> None:
+        """plan: any share of it that has this rank's codes. placements, tensors: what this rank offers."""
+        self._plan, self._placements, self._tensors = plan, placements, tensors
+        self._rows: dict[str, list[int]] = {}
+        travelling = {spec.scale for spec in plan.manifest.tensors.values() if spec.scale}
+        for row in range(len(placements)) if travelling else ():
+            name = placements.names[placements.tensor[row]]
+            if name in travelling:
+                self._rows.setdefault(name, []).append(row)
+
+    def blocks(self, move: int) -> tuple[Int, Ints]:
+        """Start [D] and extent of the box of scales of `move`, whole blocks."""
+        return blocks_of(self._plan, move)
+
+    def boxes(self, move: int, reader: Memory) -> Iterator[tuple[Int, Int, torch.Tensor]]:
+        """Every box (lo [D], hi [D], uint8 bytes) of the scales of `move`'s tensor."""
+        depth = self._plan.lo.shape[1]
+        name = self._plan.names[int(self._plan.tensor[move])]
+        table = self._placements.widened(depth)
+        for row in self._rows.get(self._plan.manifest.tensors[name].scale, ()):
+            lo, hi = table.lo[row, :depth], table.hi[row, :depth]
+            memory = as_bytes(self._tensors[int(table.buffer[row])])
+            yield lo, hi, box_view(memory, torch.uint8, int(table.offset[row]), (hi - lo).tolist(), table.strides[row, :depth].tolist())
+
+
+def blocks_of(plan: Plan, move: int) -> tuple[Int, Ints]:
+    """Start [D] and extent of the box of scales of a move of codes, rounded outward to whole blocks."""
+    last = len(plan.manifest.tensors[plan.names[int(plan.tensor[move])]].shape) - 1
+    lo, hi = plan.lo[move].copy(), plan.lo[move] + plan.extent[move]
+    lo[last] //= BLOCK
+    hi[last] = -(-hi[last] // BLOCK)
+    return lo, tuple((hi - lo).tolist())
+
+
+def gather_scales(plan: Plan, move: int, found: ScaleMoves | PlacedScales, reader: Memory) -> torch.Tensor:
     """Scale bytes of a move of codes: uint8 of its extent with the last dimension in blocks, rounded outward.
 
     Raises LayoutError where scales of a part do not travel to this rank.
@@ -106,15 +144,12 @@ def gather_scales(plan: Plan, move: int, found: ScaleMoves, reader: Memory) -> t
     device = reader.memory(int(plan.source[move])).device
     scales = torch.zeros(shape, dtype=torch.uint8, device=device)
     filled = 0
-    for other in found.of(move):
-        a = np.maximum(lo, plan.lo[other])
-        b = np.minimum(lo + shape, plan.lo[other] + plan.extent[other])
+    for first, last, box in found.boxes(move, reader):
+        a, b = np.maximum(lo, first), np.minimum(lo + shape, last)
         if (b <= a).any():
             continue
-        strides = plan.source_strides[other]
-        offset = int(plan.source_offset[other] + ((a - plan.lo[other]) * strides).sum())
-        box = box_view(reader.memory(int(plan.source[other])), torch.uint8, offset, (b - a).tolist(), strides.tolist())
-        scales[tuple(slice(int(x), int(y)) for x, y in zip(a - lo, b - lo, strict=True))] = box
+        inner = tuple(slice(int(x), int(y)) for x, y in zip(a - first, b - first, strict=True))
+        scales[tuple(slice(int(x), int(y)) for x, y in zip(a - lo, b - lo, strict=True))] = box[inner]
         filled += int(np.prod(b - a))
     if filled < int(np.prod(shape)):
         name = plan.names[int(plan.tensor[move])]
@@ -145,7 +180,7 @@ def quantised(values: torch.Tensor, axis: int, rule: Rule) -> tuple[torch.Tensor
     return codes.movedim(-1, axis), scales.movedim(-1, axis)
 
 
-def sent_content(plan: Plan, move: int, memory: Memory, scales: ScaleMoves) -> Content:
+def sent_content(plan: Plan, move: int, memory: Memory, scales: ScaleMoves | PlacedScales) -> Content:
     """What a move makes of the sender's bytes, in the form in which the engine reads it back. None for scales that are read with their
     codes."""
     buffer = plan.targets[int(plan.target[move])]

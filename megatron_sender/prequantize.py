@@ -1,0 +1,165 @@
+"""Quantising in the trainer: a rank's shards as E4M3 codes and scales, in place of the tensors that engines hold as MXFP8.
+
+Half the bytes then travel, and a trainer with many engine ranks quantises once instead of each of them. It costs memory for codes and
+scales, 33/64 of the BF16 shards, which stays allocated between refits so that its addresses do. The rule is always "ceil"
+(`core.mxfp8`), so the bits are those of a checkpoint quantised by ModelOpt or TransformerEngine, not those of an engine that quantises by
+another rule while loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from vllm_refit_ext.core.coded import TRAVELLING_SCALE
+from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.errors import ConfigError, Problem
+from vllm_refit_ext.core.layouts import Held
+from vllm_refit_ext.core.manifest import TensorSpec
+from vllm_refit_ext.core.mxfp8 import BLOCK
+from vllm_refit_ext.core.placement import Buffer, Placements, concatenate
+from vllm_refit_ext.kernels.moves import At, QuantizeMove, Stack
+from vllm_refit_ext.kernels.mxfp8 import check_finite, strided
+from vllm_refit_ext.kernels.table import Table
+
+CODES = "float8_e4m3fn"
+QUANTISABLE = ("bfloat16", "float32")
+
+
+class Prequantised:
+    """A rank's offer with `names` quantised.
+
+    specs: the manifest's entries, those of `names` as `mxfp8` with their partners. placements, tensors: what travels, the buffers in the
+    order of the tensors: all of the given ones, then codes and scales of each that holds one of `names`.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], placements: Placements, tensors: Sequence[torch.Tensor], names: Collection[str]
+    ) -> None:
+        """specs, placements, tensors: of this rank, unquantised. names: HF names to quantise, on all ranks the same; this one may hold a part.
+
+        Raises ConfigError that names every tensor that can't be quantised: stored as FP8 already, or cut inside a block of 32.
+        """
+        chosen = set(names) & set(specs)
+        problems = [p for n in sorted(chosen) for p in _problems_of(n, specs[n])]
+        mine = np.array([n in chosen for n in placements.names], bool)
+        coded = mine[placements.tensor] if len(placements) else np.zeros(0, bool)
+        problems += _cut_problems(placements, coded)
+        if problems:
+            raise ConfigError.of(problems, f"{len(problems)} tensor(s) can't be quantised in the trainer")
+        self.specs = {}
+        for name, spec in specs.items():
+            if name not in chosen:
+                self.specs[name] = spec
+                continue
+            scales = (*spec.shape[:-1], spec.shape[-1] // BLOCK)
+            self.specs[name] = TensorSpec(spec.shape, CODES, "mxfp8", name + TRAVELLING_SCALE)
+            self.specs[name + TRAVELLING_SCALE] = TensorSpec(scales, "uint8")
+        used = np.unique(placements.buffer[coded]).tolist()
+        self._used = used
+        self._codes = [torch.empty(tensors[i].shape, dtype=torch.uint8, device=tensors[i].device) for i in used]
+        self._scales = [
+            torch.empty((*t.shape[:-1], t.shape[-1] // BLOCK), dtype=torch.uint8, device=t.device) for t in (tensors[i] for i in used)
+        ]
+        self.placements = concatenate([placements.select(~coded), *_pairs(placements, coded, used)])
+        self._table: Table | None = None
+        self._addresses: list[int] = []
+        self._names = [", ".join(sorted({placements.names[t] for t in placements.tensor[placements.buffer == i]})[:2]) for i in used]
+        self.tensors: list[torch.Tensor] = []
+        self._set(tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of codes and scales."""
+        return sum(t.nbytes for t in (*self._codes, *self._scales))
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Quantise what `tensors` hold now, in one launch a dtype. Returns `self.tensors`.
+
+        Nothing is done for each tensor while none has moved, beyond looking at its address. Raises LayoutError that names tensors with NaN or Inf. Waits for the device.
+        """
+        if not self._used:
+            return self.tensors
+        sources = [tensors[i].detach() for i in self._used]
+        addresses = [t.data_ptr() for t in sources]
+        if self._table is None or addresses != self._addresses:
+            self._set(tensors)
+            alignment = {3 * i: s.element_size() for i, s in enumerate(sources) if s.data_ptr() % 16}
+            moves = [
+                QuantizeMove(strided(_matrix(s), 3 * i), Stack("plain", At(3 * i + 1), At(3 * i + 2), _held(s)), (0, 0), "ceil", name)
+                for i, (s, name) in enumerate(zip(sources, self._names, strict=True))
+            ]
+            self._table, self._addresses = Table(moves, sources[0].device, alignment=alignment), addresses
+            self._table.bind([t for triple in zip(sources, self._codes, self._scales, strict=True) for t in triple])
+        self._table.launch()
+        check_finite(self._table)
+        return self.tensors
+
+    def _set(self, tensors: Sequence[torch.Tensor]) -> None:
+        pairs = zip(self._codes, self._scales, strict=True)
+        self.tensors = [*tensors, *(t for codes, scales in pairs for t in (codes.view(torch.float8_e4m3fn), scales))]
+
+
+def _problems_of(name: str, spec: TensorSpec) -> list[Problem]:
+    where = f"tensor {name!r}"
+    if spec.dtype not in QUANTISABLE or spec.format != "plain":
+        do = "Keep the trainer's parameters in BF16, or leave prequantisation off."
+        return [Problem("the trainer does not store it as numbers that can be quantised", where, spec.dtype, " or ".join(QUANTISABLE), do)]
+    if len(spec.shape) < 2 or spec.shape[-1] % BLOCK:
+        return [Problem("its last dimension does not split into blocks", where, str(list(spec.shape)), f"a multiple of {BLOCK}")]
+    return []
+
+
+def _cut_problems(placements: Placements, coded: np.ndarray) -> list[Problem]:
+    """Names whose boxes here do not begin and end on blocks, or whose rows do not lie along the buffer's."""
+    found: dict[str, Problem] = {}
+    for row in np.flatnonzero(coded):
+        buffer = placements.buffers[placements.buffer[row]]
+        item, name = ITEMSIZE[buffer.dtype], placements.names[placements.tensor[row]]
+        steps = placements.strides[row] // item
+        depth = int(np.flatnonzero(placements.hi[row] - placements.lo[row] > 1).max(initial=0)) + 1
+        last = depth - 1
+        lo, hi = int(placements.lo[row, last]), int(placements.hi[row, last])
+        whole = steps[last] == 1 and lo % BLOCK == 0 and (hi - lo) % BLOCK == 0 and placements.offset[row] // item % BLOCK == 0
+        if len(buffer.shape) < 2 or buffer.shape[-1] % BLOCK or not whole or (steps[:last] % BLOCK).any():
+            got = f"columns {lo} to {hi} of buffer {buffer.name!r} {list(buffer.shape)} on trainer rank {buffer.rank}"
+            do = "Choose a tensor-parallel size that cuts K at multiples of 32, or leave prequantisation off."
+            found[name] = Problem("the trainer's cut goes through a block along K", f"tensor {name!r}", got, f"multiples of {BLOCK}", do)
+    return list(found.values())
+
+
+def _pairs(placements: Placements, coded: np.ndarray, used: list[int]) -> list[Placements]:
+    """The coded rows in buffers of codes, and again in buffers of scales. The first table also says where these buffers stand."""
+    rows = placements.select(coded)
+    place = {b: i for i, b in enumerate(used)}
+    number = np.array([place[b] for b in rows.buffer.tolist()], np.int64)
+    item = np.array([ITEMSIZE[placements.buffers[b].dtype] for b in rows.buffer.tolist()], np.int64)
+    buffers = []
+    for i in used:
+        b = placements.buffers[i]
+        buffers.append(Buffer(f"{b.name} codes", b.rank, CODES, b.shape))
+        buffers.append(Buffer(f"{b.name} scales", b.rank, "uint8", (*b.shape[:-1], b.shape[-1] // BLOCK)))
+    offset, steps = rows.offset // item, rows.strides // item[:, None]
+    codes = Placements(rows.names, buffers, rows.tensor, 2 * number, rows.lo, rows.hi, offset, steps)
+    names = [n + TRAVELLING_SCALE for n in rows.names]
+    lo, hi, blocks = rows.lo.copy(), rows.hi.copy(), steps // BLOCK
+    for r in range(len(rows)):
+        last = int(np.flatnonzero(steps[r] == 1).max())
+        lo[r, last], hi[r, last], blocks[r, last] = lo[r, last] // BLOCK, hi[r, last] // BLOCK, 1
+    scales = Placements(names, buffers, rows.tensor, 2 * number + 1, lo, hi, offset // BLOCK, blocks)
+    merged = concatenate([codes, scales])
+    # Both tables name the same buffers; they are numbered once.
+    merged = Placements(
+        merged.names, buffers, merged.tensor, merged.buffer % max(1, len(buffers)), merged.lo, merged.hi, merged.offset, merged.strides
+    )
+    return [merged]
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _held(tensor: torch.Tensor) -> Held:
+    return Held(tensor.numel() // tensor.shape[-1], tensor.shape[-1])
