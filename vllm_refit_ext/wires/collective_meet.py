@@ -44,7 +44,7 @@ class Store:
         self.host, self.port = host, port
         self._store: Any = None
         try:
-            self._store = run_until(deadline, "the trainer's store did not answer", self._where, lambda: _connect(host, port))
+            self._store = run_until(deadline, "the trainer's store did not answer", self._where, lambda: _connect(host, port, deadline))
         except (DistError, RuntimeError) as error:
             do = "see whether trainer rank 0 is alive and its host and port can be reached from here"
             raise WireError("the trainer's store can't be reached", where=self._where, got=_line(error), do=do) from None
@@ -165,8 +165,10 @@ def local_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _connect(host: str, port: int) -> Any:
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
+def _connect(host: str, port: int, deadline: float) -> Any:
+    # A thread that is still inside when the process ends would take it down, so the call itself ends with the deadline.
+    left = timedelta(seconds=max(0.1, min(CONNECT_S, deadline - time.monotonic())))
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
 
 
 def _decide(store: Any, key: str, verdict: Verdict) -> Verdict:

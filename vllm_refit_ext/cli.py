@@ -1,0 +1,110 @@
+"""`vllm-refit doctor | plan | verify`: what can be asked without writing a program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import cyclopts
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+
+from vllm_refit_ext.core.errors import RefitError
+
+app = cyclopts.App(name="vllm-refit", help="Hand new weights from Megatron trainers to running vLLM engines.")
+
+
+@app.command
+def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """What on this machine will make a refit fail, and what to do about it.
+
+    Parameters
+    ----------
+    json: print one JSON document instead of a table.
+
+    Exits with 1 when a finding is a failure.
+    """
+    from vllm_refit_ext import doctor as checks
+
+    findings = checks.run()
+    if json:
+        _print_json(findings)
+    else:
+        _console().print(checks.table(findings))
+    return int(any(f.level == "fail" for f in findings))
+
+
+@app.command
+def plan(
+    recipe: Path, *, json: Annotated[bool, Parameter(negative=())] = False, edges: Annotated[bool, Parameter(negative=())] = False
+) -> int:
+    """The plan of a recipe at full size: bytes of every rank and edge, paths and why, predicted seconds. Needs no GPU.
+
+    Parameters
+    ----------
+    recipe: a recipe file, such as examples/recipes/qwen3-30b-a3b-mxfp8-ep8-to-tp2.yaml.
+    json: print one JSON document instead of tables; it has every edge.
+    edges: list every edge in the tables too.
+    """
+    from vllm_refit_ext.cli_plan import plan_recipe
+    from vllm_refit_ext.plan_report import tables
+
+    found = plan_recipe(recipe)
+    if json:
+        _print_json(found)
+    else:
+        for table in tables(found, edges):
+            _console().print(table)
+    return 0
+
+
+@app.command
+def verify(url: list[str], /, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Ask running engines what they serve: state and version of every rank, and whether engines of one size hold the same bytes.
+
+    Parameters
+    ----------
+    url: vLLM servers with VLLM_SERVER_DEV_MODE=1, such as http://127.0.0.1:8000.
+    json: print one JSON document instead of a table.
+
+    Exits with 1 when a rank is torn, ranks serve different versions, or engines of one size differ.
+    """
+    from vllm_refit_ext.cli_verify import ask, table
+
+    answer = ask(url)
+    if json:
+        _print_json(answer)
+    else:
+        _console().print(table(answer))
+    return int(bool(answer.problems))
+
+
+def _console() -> Console:
+    console = Console()
+    # A pipe has no width of its own; cells folded at 80 columns can't be searched.
+    return console if console.is_terminal else Console(width=160)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+
+
+def run(call: Callable[[], Any]) -> int:
+    """The exit status of `call`; an error of this project is told without a traceback and gives 2."""
+    try:
+        return int(call() or 0)
+    except RefitError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        return 2
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script."""
+    sys.exit(run(lambda: app(arguments, result_action="return_value")))
+
+
+if __name__ == "__main__":
+    main()

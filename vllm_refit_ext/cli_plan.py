@@ -1,0 +1,164 @@
+"""From a recipe to the report of its plan: both sides made without a GPU, then intersected engine by engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from vllm_refit_ext.core.digest import row_strides
+from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.errors import ConfigError
+from vllm_refit_ext.core.manifest import Manifest
+from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
+from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.plan_report import Links, PlanReport, Tally, grouped
+
+if TYPE_CHECKING:
+    from megatron_sender.config import Engine, Recipe
+    from vllm_refit_ext.receiver.routes import Routes
+
+
+def plan_recipe(path: Path) -> PlanReport:
+    """The plan of the recipe in `path` at full size. Needs Megatron and vLLM, no GPU. Raises ConfigError, PlanError, RouteError."""
+    from megatron_sender.config_load import load_recipe
+    from megatron_sender.offline import trainer_placements
+    from megatron_sender.preflight import check_refit_support
+
+    recipe = check_refit_support(load_recipe(path))
+    with _quiet():
+        offered = trainer_placements(recipe)
+        return report(recipe, offered.manifest, offered.sources)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What vLLM and Megatron have to say about a machine without a GPU is no news here, and standard output is the report's."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanReport:
+    """The report for trainer ranks that hold `sources`."""
+    sizes = [e.tp * e.pp for e in recipe.engines for _ in range(e.count * e.dp)]
+    tally = Tally(recipe.trainer.world_size, sum(sizes))
+    first, read = 0, set[str]()
+    dropped: dict[str, str] = {}
+    for index, engine in enumerate(recipe.engines):
+        if engine.dp > 1 and engine.ep > 1:
+            do = "plan it on the running engine, whose own ranks record"
+            raise ConfigError(
+                "expert parallelism over data parallel ranks can't be planned offline",
+                where=f"engines[{index}].dp",
+                got=engine.dp,
+                do=do,
+            )
+        routes = _routes(recipe, engine, manifest)
+        computed = {name: why for r in routes for name, why in r.computed.items()}
+        held = _quantised(recipe, engine)
+        tables = [_targets(r, manifest) for r in routes]
+        for _ in range(engine.count * engine.dp):
+            plan = build_plan(manifest, sources, concatenate([_as_rank(t, first + i) for i, t in enumerate(tables)]))
+            tally.add(
+                plan,
+                lambda name: _path(name, computed, held, recipe, engine),
+                lambda name: recipe.refit.prequantize and held(name),
+            )
+            read |= {plan.names[t] for t in np.unique(plan.tensor)}
+            first += len(tables)
+        for r in routes:
+            dropped |= r.dropped
+    for why, names in grouped({n: dropped.get(n, "no engine reads it") for n in manifest.tensors if n not in read}).items():
+        tally.note("goes nowhere", why, names)
+    h = recipe.hardware
+    links = Links(h.copy_bytes_per_second, h.host_bytes_per_second, h.network_bytes_per_second)
+    return tally.report(recipe.name, recipe.refit.wire, _gpus(recipe, sum(sizes)), h.gpus_per_host, links)
+
+
+def _gpus(recipe: Recipe, engines: int) -> tuple[Sequence[int], Sequence[int]]:
+    """GPUs of both sides: the same in turn when colocated, engines on hosts of their own when not."""
+    trainers = recipe.trainer.world_size
+    if recipe.refit.placement == "colocated":
+        return range(trainers), range(engines)
+    per_host = recipe.hardware.gpus_per_host
+    behind = -(-trainers // per_host) * per_host
+    return range(trainers), range(behind, behind + engines)
+
+
+def _routes(recipe: Recipe, engine: Engine, manifest: Manifest) -> list[Routes]:
+    """Routes of each rank of one engine; engines of one shape share them."""
+    from vllm_refit_ext.receiver.offline import engine_routes
+
+    entries = {name: (spec.shape, spec.dtype) for name, spec in manifest.tensors.items()}
+    return [
+        engine_routes(
+            recipe.model.hf_config, entries, tp=engine.tp, ep=engine.ep > 1, pp=engine.pp, rank=rank, dtype=engine.dtype
+        )
+        for rank in range(engine.tp * engine.pp)
+    ]
+
+
+def _targets(routes: Routes, manifest: Manifest) -> Placements:
+    """A rank's boxes; what its loader computes is needed whole."""
+    names = [name for name in routes.computed if name in manifest.tensors]
+    if not names:
+        return routes.placements
+    rank = routes.placements.buffers[0].rank if routes.placements.buffers else 0
+    specs = [manifest.tensors[name] for name in names]
+    buffers = [Buffer(name, rank, s.dtype, s.shape, "checkpoint") for name, s in zip(names, specs, strict=True)]
+    rows = [
+        Placement(name, i, (0,) * len(s.shape), s.shape, 0, tuple(n * ITEMSIZE[s.dtype] for n in row_strides(s.shape)))
+        for i, (name, s) in enumerate(zip(names, specs, strict=True))
+    ]
+    return concatenate([routes.placements, Placements.from_rows(buffers, rows)])
+
+
+def _as_rank(table: Placements, rank: int) -> Placements:
+    buffers = [msgspec.structs.replace(b, rank=rank) for b in table.buffers]
+    return Placements(table.names, buffers, table.tensor, table.buffer, table.lo, table.hi, table.offset, table.strides)
+
+
+def _quantised(recipe: Recipe, engine: Engine) -> Callable[[str], bool]:
+    """name -> whether the engine holds it as MXFP8."""
+    from megatron_sender.preflight_engine import quantized
+    from megatron_sender.preflight_model import read_model
+
+    shape, _ = read_model(recipe.model.hf_config)  # type: ignore[arg-type]
+    matrices = quantized(engine, shape) if shape is not None else []
+    modules = {m.module for m in matrices} | {m.name for m in matrices}
+
+    def held(name: str) -> bool:
+        module = name.removesuffix(".weight")
+        experts = module.partition(".experts.")
+        return module in modules or bool(experts[1] and f"{experts[0]}.experts" in modules)
+
+    return held
+
+
+def _path(name: str, computed: dict[str, str], held: Callable[[str], bool], recipe: Recipe, engine: Engine) -> tuple[str, str]:
+    if name in computed:
+        return "the engine's own reload", next(iter(grouped({name: computed[name]})))
+    if held(name):
+        if recipe.refit.prequantize:
+            return "travels as MXFP8", "the engine holds it as MXFP8 and the sender quantises"
+        return "quantised by the writer", "the engine holds it as MXFP8"
+    if recipe.trainer.dtype != engine.dtype:
+        return "copied, cast on the way", f"{recipe.trainer.dtype} in the trainer, {engine.dtype} in the engine"
+    return "copied", f"{engine.dtype} on both sides"
+
+
+def _nothing(name: str) -> bool:
+    return False
