@@ -59,6 +59,9 @@ def test_story(engine: Any) -> None:
         assert "refused as the test asked" in text
         assert ("rank 0, 1" if rank is None else f"rank {rank}") in text
         assert [each["mark"]["commits"] for each in marks(llm)] == [1, 1]
+    text = refused(llm, "update_weights", {"wire": "fake", "fail": "crash", "rank": 0, "begin_s": 2.0})
+    assert "ZeroDivisionError" in text
+    assert "no answer in phase 'begin' within 2 s" in text
     assert answers(llm) == wanted[1]
 
     # vLLM's own calls around it, and two updates in one session

@@ -39,7 +39,7 @@ class FakeHandler:
         if fail == "crash":
             raise ZeroDivisionError("nobody foresaw this")
         refused = SessionError("refused as the test asked", where="fake wire") if fail == "early" else None
-        agree.agree(self.view, "begin", None, refused, 20.0)
+        agree.agree(self.view, "begin", None, refused, update_info.get("begin_s", 20.0))
         self.blob = update_info.get("blob", b"")
         if "file" in update_info:
             reload_weights(self.view, iter(load_file(update_info["file"]).items()))

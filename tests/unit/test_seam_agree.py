@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import FileStore, TCPStore
 
 from vllm_refit_ext.core.errors import DeadlineError, ManifestError, Problem, RefitError, SessionError, TornError, WireError
 from vllm_refit_ext.receiver import agree
@@ -26,8 +27,11 @@ def make_view(rank: int, size: int, store: Any = None, executor: str = "mp") -> 
     return view
 
 
-@pytest.fixture
-def store() -> TCPStore:
+@pytest.fixture(params=["tcp", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The kinds of store that vLLM's process groups rest on."""
+    if request.param == "file":
+        return FileStore(str(tmp_path / "store"), -1)
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -50,7 +54,7 @@ def on_ranks(views: list[WorkerView], work: Callable[[WorkerView], Any]) -> list
     return results
 
 
-def test_every_rank_gets_every_value(store: TCPStore) -> None:
+def test_every_rank_gets_every_value(store: Any) -> None:
     views = [make_view(rank, 3, store) for rank in range(3)]
     values = on_ranks(views, lambda view: agree.agree(view, "commit", bytes([view.rank]), None, 20))
     assert values == [[b"\0", b"\1", b"\2"]] * 3
@@ -65,7 +69,7 @@ def test_one_rank_alone_needs_no_store() -> None:
     assert raised.value.agreed  # type: ignore[attr-defined]
 
 
-def test_all_ranks_raise_the_same_error_with_every_problem(store: TCPStore) -> None:
+def test_all_ranks_raise_the_same_error_with_every_problem(store: Any) -> None:
     views = [make_view(rank, 4, store) for rank in range(4)]
     many = ManifestError.of([Problem("missing", "a.weight"), Problem("wrong shape", "b.weight", "[2]", "[3]")])
     mine = {1: many, 3: SessionError("busy", where="refit")}
@@ -75,7 +79,7 @@ def test_all_ranks_raise_the_same_error_with_every_problem(store: TCPStore) -> N
     assert [problem.where for problem in errors[0].problems] == ["rank 1 · a.weight", "rank 1 · b.weight", "rank 3 · refit"]
 
 
-def test_the_same_problem_of_several_ranks_is_said_once(store: TCPStore) -> None:
+def test_the_same_problem_of_several_ranks_is_said_once(store: Any) -> None:
     views = [make_view(rank, 3, store) for rank in range(3)]
     errors = on_ranks(
         views,
@@ -84,14 +88,14 @@ def test_the_same_problem_of_several_ranks_is_said_once(store: TCPStore) -> None
     assert [str(problem) for problem in errors[0].problems] == ["rank 1, 2 · update: not prepared"]
 
 
-def test_torn_is_the_gravest(store: TCPStore) -> None:
+def test_torn_is_the_gravest(store: Any) -> None:
     views = [make_view(rank, 2, store) for rank in range(2)]
     mine = {0: WireError("gone"), 1: TornError("half written")}
     errors = on_ranks(views, lambda view: agree.agree(view, "write", None, mine[view.rank], 20))
     assert all(type(error) is TornError and len(error.problems) == 2 for error in errors)
 
 
-def test_a_missing_rank_is_named_and_the_next_round_works(store: TCPStore) -> None:
+def test_a_missing_rank_is_named_and_the_next_round_works(store: Any) -> None:
     views = [make_view(rank, 3, store) for rank in range(3)]
     errors = on_ranks(views, lambda view: None if view.rank == 1 else agree.agree(view, "commit", b"", None, 0.5))
     assert errors[1] is None
@@ -103,7 +107,7 @@ def test_a_missing_rank_is_named_and_the_next_round_works(store: TCPStore) -> No
     assert again == [[b"ok"] * 3] * 3
 
 
-def test_a_missing_rank_does_not_hide_what_another_rank_found(store: TCPStore) -> None:
+def test_a_missing_rank_does_not_hide_what_another_rank_found(store: Any) -> None:
     views = [make_view(rank, 3, store) for rank in range(3)]
     mine = {0: WireError("segment is stale", where="shm")}
     errors = on_ranks(views, lambda view: None if view.rank == 2 else agree.agree(view, "begin", None, mine.get(view.rank), 0.5))
@@ -112,7 +116,7 @@ def test_a_missing_rank_does_not_hide_what_another_rank_found(store: TCPStore) -
     assert "rank 2" in str(errors[0])
 
 
-def test_a_late_rank_learns_that_the_others_gave_up(store: TCPStore) -> None:
+def test_a_late_rank_learns_that_the_others_gave_up(store: Any) -> None:
     views = [make_view(rank, 2, store) for rank in range(2)]
 
     def work(view: WorkerView) -> Any:
@@ -125,7 +129,7 @@ def test_a_late_rank_learns_that_the_others_gave_up(store: TCPStore) -> None:
     assert str(errors[0]) == str(errors[1])
 
 
-def test_a_rank_that_left_early_does_not_shift_the_next_round(store: TCPStore) -> None:
+def test_a_rank_that_left_early_does_not_shift_the_next_round(store: Any) -> None:
     views = [make_view(rank, 2, store) for rank in range(2)]
 
     def work(view: WorkerView) -> Any:
@@ -137,7 +141,7 @@ def test_a_rank_that_left_early_does_not_shift_the_next_round(store: TCPStore) -
     assert on_ranks(views, lambda view: agree.agree(view, "begin", b"x", None, 20)) == [[b"x", b"x"]] * 2
 
 
-def test_a_phase_used_twice_in_one_call_is_two_rounds(store: TCPStore) -> None:
+def test_a_phase_used_twice_in_one_call_is_two_rounds(store: Any) -> None:
     views = [make_view(rank, 2, store) for rank in range(2)]
 
     def work(view: WorkerView) -> Any:
@@ -146,11 +150,28 @@ def test_a_phase_used_twice_in_one_call_is_two_rounds(store: TCPStore) -> None:
     assert on_ranks(views, work) == [[[bytes([i, 0]), bytes([i, 1])] for i in range(3)]] * 2
 
 
-def test_replicas_do_not_meet(store: TCPStore) -> None:
+def test_replicas_do_not_meet(store: Any) -> None:
     views = [make_view(0, 2, store), make_view(1, 2, store)]
     views[1].replica = 1
     errors = on_ranks(views, lambda view: agree.agree(view, "commit", b"", None, 0.3))
     assert all(type(error) is DeadlineError for error in errors)
+
+
+def test_an_agreed_error_meets_a_rank_that_failed_elsewhere(store: Any) -> None:
+    """One rank never enters a phase, the other times out there; both meet in the next phase with both problems."""
+    views = [make_view(rank, 2, store) for rank in range(2)]
+
+    def work(view: WorkerView) -> Any:
+        error: RefitError | None = WireError("crashed before it", where="wire")
+        if view.rank:
+            with pytest.raises(DeadlineError) as raised:
+                agree.agree(view, "begin", None, None, 0.3)
+            error = raised.value
+        return agree.agree(view, "outcome", None, error, 20)
+
+    errors = on_ranks(views, work)
+    assert str(errors[0]) == str(errors[1])
+    assert [problem.where for problem in errors[0].problems] == ["rank 0 · wire", "rank 0"]
 
 
 def test_only_the_last_rank_speaks_for_all() -> None:

@@ -2,7 +2,8 @@
 
 The exchange goes through the key-value store that torch.distributed already keeps for the process group, not through a
 collective. A collective that one rank never joins can't be abandoned: its group is unusable afterwards. Keys can: each round
-has its own, so a round that failed leaves nothing that the next one could trip over.
+has its own, so a round that failed leaves nothing that the next one could trip over. They stay until the engine ends: a few
+hundred bytes a refit.
 
 One round: every rank writes its value or its problems, waits for the others', then tries to set the verdict. Setting is atomic
 in the store and the first to set it decides for all: "go" by a rank that has seen every answer in time, "stop" with the list
@@ -28,11 +29,15 @@ T = TypeVar("T")
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What one rank writes: `value`, or `kind` (an error class of `core.errors`) with its `problems`."""
+    """What one rank writes: `value`, or `kind` (an error class of `core.errors`) with its `problems`.
+
+    `known`: the problems come from an earlier agreement, so they name their ranks already.
+    """
 
     value: bytes | None = None
     kind: str = ""
     problems: list[Problem] = []
+    known: bool = False
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -58,7 +63,7 @@ class Exchange:
         self.uses: dict[str, int] = {}
 
     def begin(self) -> None:
-        """Forget which phases the last RPC used, and remove its keys of two RPCs ago."""
+        """Forget which phases the last RPC used."""
         self.uses.clear()
 
     def key(self, phase: str) -> str:
@@ -112,7 +117,9 @@ def agree(view: WorkerView, phase: str, value: bytes | None, error: RefitError |
     class of the gravest (`TornError`, else that of the lowest failing rank); or `DeadlineError` with the missing ranks. The error
     has `agreed = True` unless the store could not be reached. Raise it to vLLM with `surface`.
     """
-    answer = Answer(value) if error is None else Answer(None, type(error).__name__, error.problems)
+    answer = (
+        Answer(value) if error is None else Answer(None, type(error).__name__, error.problems, getattr(error, "agreed", False))
+    )
     if view.world_size == 1:
         return _settle([answer])
     if view.exchange is None:
@@ -170,11 +177,12 @@ def surface(view: WorkerView, error: RefitError) -> None:
 
 def _wait(store: Any, keys: list[str], deadline: float) -> bool:
     """Whether all keys exist before `deadline`."""
-    from torch.distributed import DistStoreError
-
     try:
         store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    except DistStoreError:
+    except RuntimeError:
+        # each kind of store has its own error for a timeout, down to a bare RuntimeError (FileStore): the clock tells
+        if time.monotonic() < deadline - 0.05:
+            raise
         return False
     return True
 
@@ -195,7 +203,7 @@ def _settle(answers: list[Answer], ranks: list[int] | None = None) -> list[bytes
     for index, answer in failed:
         known = index if ranks is None else (ranks[index] if index < len(ranks) else None)
         for problem in answer.problems:
-            grouped.setdefault(problem, []).append("" if known is None or single else str(known))
+            grouped.setdefault(problem, []).append("" if known is None or single or answer.known else str(known))
     problems = []
     for problem, names in grouped.items():
         which = ", ".join(name for name in dict.fromkeys(names) if name)

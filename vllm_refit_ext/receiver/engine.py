@@ -276,12 +276,12 @@ class RefitEngine:
                 [Problem(f"{type(broken).__name__}: {broken}", phase, do="this is a defect: report it with the engine's log")]
             )
             error.__cause__ = broken
-        if not getattr(error, "agreed", False):
-            try:
-                agree.agree(view, f"{phase} outcome", None, error, deadline_s)
-            except RefitError as agreed:
-                agreed.__cause__ = error
-                error = agreed
+        # also after an error that the ranks agreed on before: one of them may have failed elsewhere and wait here
+        try:
+            agree.agree(view, f"{phase} outcome", None, error, deadline_s)
+        except RefitError as agreed:
+            agreed.__cause__ = error
+            error = agreed
         if error is None:
             return True
         self.started = False
