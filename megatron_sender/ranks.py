@@ -1,21 +1,29 @@
 """The trainer's ranks talking among themselves: small messages to and from rank 0, and errors that reach everyone.
 
-Rank 0 drives the engine; the others must learn how that went. Each step of a refit is `gather` (every rank's value or problems
-to rank 0) followed by `scatter` (rank 0's answer, or all the problems, to every rank). A rank that fails still takes part, so
-nobody waits for it; one that died or stopped is found by the deadline of the group.
+Rank 0 drives the engine; the others must learn how that went. Each step of a refit is one `exchange`: every rank's value or
+problems go to rank 0, and rank 0's answer, or all the problems, comes back to every rank. A rank that fails still takes part, so
+nobody waits for it; one that died or stopped is found by the deadline, and the others are told its number.
+
+Messages go through the key-value store of torch.distributed, not through a collective: a collective that timed out leaves its
+group unusable, and then nobody could be told why. Whoever hosts the store (the launcher, or rank 0) must outlive the last call.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from vllm_refit_ext.core import errors
 from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError
+
+PIECE = 4 << 20
+"""Bytes of one value in the store. torch's store takes no message of 8 MiB or more."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -48,87 +56,100 @@ def answer_of(work: Callable[[], bytes]) -> Answer:
 class Ranks:
     """All ranks of the trainer. Collective: every rank makes one, and calls its methods in the same order."""
 
+    _made = 0
+
     def __init__(self, deadline_s: float) -> None:
-        """deadline_s: seconds after which a wait for another rank fails."""
-        self.deadline_s = deadline_s
-        self.size, self.rank, self._group = 1, 0, None
+        """deadline_s: seconds after which rank 0's wait for another rank fails. The others wait a little over twice as long,
+        so that they hear rank 0's verdict rather than time out beside it.
+        """
+        self.deadline_s, self.size, self.rank = deadline_s, 1, 0
+        self._round, self._store = 0, None
         if dist.is_available() and dist.is_initialized():
             self.size, self.rank = dist.get_world_size(), dist.get_rank()
-            # Of its own, on the CPU: the messages must not queue behind the trainer's collectives.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s)) if self.size > 1 else None
+            Ranks._made += 1
+            self._store = _own_connection(f"refit-trainer/{Ranks._made}")
 
     def exchange(self, mine: Answer, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """Give `mine` to rank 0, which turns all values into one answer a rank with `decide`; return this rank's answer.
 
         Raises on every rank what any rank or `decide` failed with.
         """
-        answers = self._gather(mine)
-        if answers is None:
-            return self._receive_answer().unwrap()
-        failed = [(rank, a) for rank, a in enumerate(answers) if a.problems]
-        verdicts: Sequence[Answer]
-        if failed:
-            problems = [self._located(p, rank) for rank, a in failed for p in a.problems]
-            verdicts = [Answer(problems=problems, kind=failed[0][1].kind)] * self.size
-        else:
-            box: list[bytes] = []
-
-            def run() -> bytes:
-                box.extend(decide([a.value for a in answers]))
-                return b""
-
-            outcome = answer_of(run)
-            verdicts = [outcome] * self.size if outcome.problems else [Answer(value) for value in box]
+        self._round += 1
+        if self.rank != 0:
+            self._put(f"{self._round}/{self.rank}", mine)
+            return self._take(f"{self._round}/answer/{self.rank}", 0, time.monotonic() + 2 * self.deadline_s + 10).unwrap()
+        verdicts = self._verdicts([mine, *self._gather()], decide)
         for rank in range(1, self.size):
-            self._send(msgspec.msgpack.encode(verdicts[rank]), rank)
+            self._put(f"{self._round}/answer/{rank}", verdicts[rank])
         return verdicts[0].unwrap()
 
-    def _located(self, problem: Problem, rank: int) -> Problem:
-        if self.size == 1:
-            return problem
-        return msgspec.structs.replace(problem, where=" · ".join(x for x in (f"trainer rank {rank}", problem.where) if x))
-
-    def _gather(self, mine: Answer) -> list[Answer] | None:
-        if self.rank != 0:
-            self._send(msgspec.msgpack.encode(mine), 0)
-            return None
-        answers = [mine]
+    def _gather(self) -> list[Answer]:
+        """What the other ranks gave, in rank order; the problem of being late for one that gave nothing in time."""
+        deadline = time.monotonic() + self.deadline_s
+        answers = []
         for rank in range(1, self.size):
             try:
-                answers.append(msgspec.msgpack.decode(self._receive(rank), type=Answer))
+                answers.append(self._take(f"{self._round}/{rank}", rank, deadline))
             except DeadlineError as error:
                 answers.append(Answer(problems=error.problems, kind="DeadlineError"))
         return answers
 
-    def _receive_answer(self) -> Answer:
-        return msgspec.msgpack.decode(self._receive(0), type=Answer)
+    def _verdicts(self, answers: list[Answer], decide: Callable[[list[bytes]], Sequence[bytes]]) -> Sequence[Answer]:
+        failed = [(rank, answer) for rank, answer in enumerate(answers) if answer.problems]
+        if failed:
+            problems = [self._located(p, rank) for rank, answer in failed for p in answer.problems]
+            return [Answer(problems=problems, kind=failed[0][1].kind)] * self.size
+        box: list[bytes] = []
 
-    def _send(self, payload: bytes, rank: int) -> None:
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        def run() -> bytes:
+            box.extend(decide([answer.value for answer in answers]))
+            return b""
+
+        outcome = answer_of(run)
+        return [outcome] * self.size if outcome.problems else [Answer(value) for value in box]
+
+    def _located(self, problem: Problem, rank: int) -> Problem:
+        label = f"trainer rank {rank}"
+        if self.size == 1 or problem.where.startswith(label):
+            return problem
+        return msgspec.structs.replace(problem, where=f"{label} · {problem.where}" if problem.where else label)
+
+    def _put(self, key: str, answer: Answer) -> None:
+        payload = msgspec.msgpack.encode(answer)
+        pieces = [payload[i : i + PIECE] for i in range(0, len(payload), PIECE)]
         try:
-            dist.send(torch.tensor([len(payload)]), rank, group=self._group)
-            dist.send(data, rank, group=self._group)
+            for i, piece in enumerate(pieces):
+                self._store.set(f"{key}/{i}", piece)
+            self._store.set(key, str(len(pieces)).encode())
         except RuntimeError as error:
-            if self.rank == 0:
-                return  # that rank is gone; the others still wait for their answer
-            raise self._lost(rank, error) from error
+            raise self._lost(0, f"the store is gone: {error}") from error
 
-    def _receive(self, rank: int) -> bytes:
-        size = torch.zeros(1, dtype=torch.int64)
+    def _take(self, key: str, rank: int, deadline: float) -> Answer:
+        """The answer under `key`, which `rank` writes; it is removed from the store."""
         try:
-            dist.recv(size, rank, group=self._group)
-            data = torch.empty(int(size[0]), dtype=torch.uint8)
-            dist.recv(data, rank, group=self._group)
+            self._store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+            count = int(self._store.get(key))
+            payload = b"".join(self._store.get(f"{key}/{i}") for i in range(count))
+            for name in (key, *(f"{key}/{i}" for i in range(count))):
+                self._store.delete_key(name)
         except RuntimeError as error:
-            raise self._lost(rank, error) from error
-        return data.numpy().tobytes()
+            reason = "nothing" if isinstance(error, dist.DistStoreError) else f"the store is gone: {error}"
+            raise self._lost(rank, reason) from error
+        return msgspec.msgpack.decode(payload, type=Answer)
 
-    def _lost(self, rank: int, error: Exception) -> DeadlineError:
-        reason = str(error).strip().splitlines()
+    def _lost(self, rank: int, got: str) -> DeadlineError:
         return DeadlineError(
             "it did not answer",
             where=f"trainer rank {rank}",
-            got=reason[-1][:200] if reason else "no reason",
+            got=got.strip().splitlines()[0][:200],
             wanted=f"an answer within {self.deadline_s:g} s",
             do="see whether that process is dead, stopped or stuck in a collective",
         )
+
+
+def _own_connection(prefix: str) -> Any:
+    """torch's default store under a prefix, by a connection of its own where the store has such: its waits block a connection."""
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(AttributeError, RuntimeError):
+        store = store.clone()
+    return dist.PrefixStore(prefix, store)

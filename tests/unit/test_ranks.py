@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +21,7 @@ from megatron_sender.ranks import Ranks, answer_of
 from vllm_refit_ext.core.errors import RefitError, WireError
 
 rank, mode = int(sys.argv[1]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank, world_size=3)
 ranks = Ranks(6.0)
 answers = lambda values: [b"+".join(values) + b"@%d" % r for r in range(3)]
 print(ranks.exchange(answer_of(lambda: b"x%d" % rank), answers).decode(), flush=True)
@@ -36,23 +36,33 @@ def work():
     return b""
 
 try:
+    if mode == "large":
+        print(len(ranks.exchange(answer_of(lambda: bytes(3_000_000)), lambda values: [b"".join(values)] * 3)), flush=True)
+        raise SystemExit
     ranks.exchange(answer_of(work), lambda values: [b"done"] * 3)
     print("done", flush=True)
 except RefitError as error:
     print(type(error).__name__, str(error).replace("\\n", " "), flush=True)
-os._exit(0)
+finally:
+    if rank == 0:  # it hosts the store, so it stays until the others have read
+        sys.stdin.read()
+    os._exit(0)
 """
 
 
-def run(tmp_path: Path, mode: str) -> tuple[list[list[str]], float]:
+def run(mode: str) -> tuple[list[list[str]], float]:
     begin = time.monotonic()
-    store = tmp_path / "store"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        store = probe.getsockname()[1]
     children = [
-        subprocess.Popen([sys.executable, "-c", CODE, str(rank), str(store), mode], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", CODE, str(rank), str(store), mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for rank in range(3)
     ]
     try:
-        lines = [child.communicate(timeout=60)[0].splitlines() for child in (children[0], children[2])]
+        lines = [child.communicate(timeout=60)[0].splitlines() for child in (children[2], children[0])][::-1]
     finally:
         for child in children:
             if child.poll() is None:
@@ -61,20 +71,25 @@ def run(tmp_path: Path, mode: str) -> tuple[list[list[str]], float]:
     return lines, time.monotonic() - begin
 
 
-def test_values_and_answers(tmp_path: Path) -> None:
-    lines, _ = run(tmp_path, "ok")
+def test_large_messages_travel_in_pieces() -> None:
+    lines, _ = run("large")
+    assert lines == [["x0+x1+x2@0", "9000000"], ["x0+x1+x2@2", "9000000"]]
+
+
+def test_values_and_answers() -> None:
+    lines, _ = run("ok")
     assert lines == [["x0+x1+x2@0", "done"], ["x0+x1+x2@2", "done"]]
 
 
-def test_an_error_reaches_every_rank(tmp_path: Path) -> None:
-    lines, _ = run(tmp_path, "raise")
+def test_an_error_reaches_every_rank() -> None:
+    lines, _ = run("raise")
     for _, last in lines:
         assert last.startswith("WireError trainer rank 1 · here: no room (got 1; wanted 2)")
 
 
 @pytest.mark.parametrize("mode", ["kill", "stop"])
-def test_a_rank_that_is_gone_is_named_in_time(tmp_path: Path, mode: str) -> None:
-    lines, seconds = run(tmp_path, mode)
+def test_a_rank_that_is_gone_is_named_in_time(mode: str) -> None:
+    lines, seconds = run(mode)
     for _, last in lines:
         assert last.startswith("DeadlineError trainer rank 1: it did not answer"), last
     assert seconds < 55
