@@ -337,7 +337,8 @@ class Receiver:
 
     def _commit(self, update: UpdateInfo, prepared: Prepared) -> None:
         # The engine's reload rebuilds some tensors; the plan was made for the old ones unless they kept their addresses.
-        prepared.signature = prepared.targets.signature(self.view)
+        if len(prepared.reload.plan):
+            prepared.signature = prepared.targets.signature(self.view)
         self.version, self.torn = update.version, None
 
     # -- the rest ------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ memory which is no longer the trainer's, or that the trainer has begun to change
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -22,7 +24,7 @@ import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.messages import IpcInfo, IpcRank, UpdateInfo
-from vllm_refit_ext.core.placement import Buffer, Int
+from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import cuda_ipc
@@ -48,8 +50,8 @@ class IpcSender:
     def __init__(self, rank: int, used: Int) -> None:
         """used: int64 numbers of this rank's buffers that a plan reads."""
         self.rank, self.resident = rank, False
-        self._used = used
-        self._addresses: tuple[int, ...] = ()
+        self._used, self._used_list = used, used.tolist()
+        self._addresses: list[int] = []
         self._export: Export | None = None
         self._flag: torch.Tensor | None = None
         self._epoch = ""
@@ -59,7 +61,10 @@ class IpcSender:
         """Wait for the device, then mark the memory as this refit's. Raises WireError where memory can't be exported."""
         if not len(self._used):
             return msgspec.msgpack.encode(IpcRank(rank=self.rank))
-        device = self._device(tensors)
+        mine = self._of(tensors)
+        addresses = list(map(torch.Tensor.data_ptr, mine))
+        moved = addresses != self._addresses or self._export is None
+        device = _device(mine, self.rank) if moved else mine[0].device
         nonce = secrets.randbits(62) | 1
         with torch.cuda.device(device):
             if self._flag is None:
@@ -67,9 +72,8 @@ class IpcSender:
             self._flag[0] = nonce
             # Parameters may have been written on any stream.
             torch.cuda.synchronize(device)
-        addresses = tuple(tensors[i].data_ptr() for i in self._used.tolist())
-        if addresses != self._addresses or self._export is None:
-            self._export, self._addresses = self._make(tensors, addresses), addresses
+        if moved:
+            self._export, self._addresses = self._make(len(tensors), addresses), addresses
             self._epoch, self._told = secrets.token_hex(8), False
         part = IpcRank(
             rank=self.rank,
@@ -87,20 +91,15 @@ class IpcSender:
         """Send the handles again: the last refit failed, and may not have reached every engine rank."""
         self._told = False
 
-    def _device(self, tensors: Sequence[torch.Tensor]) -> torch.device:
-        devices = {tensors[i].device for i in self._used.tolist()}
-        if len(devices) != 1 or next(iter(devices)).type != "cuda":
-            got = ", ".join(sorted(map(str, devices)))
-            do = "move the parameters to the rank's GPU before the refit, or use the wire shm"
-            raise WireError("the trainer's parameters are not on one GPU", where=f"trainer rank {self.rank}", got=got, do=do)
-        device: torch.device = devices.pop()
-        return device
+    def _of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that are read."""
+        return list(itemgetter(*self._used_list)(tensors)) if len(self._used_list) > 1 else [tensors[self._used_list[0]]]
 
-    def _make(self, tensors: Sequence[torch.Tensor], addresses: tuple[int, ...]) -> Export:
+    def _make(self, count: int, addresses: list[int]) -> Export:
         assert self._flag is not None
         bases: dict[int, int] = {}
         sizes: list[int] = []
-        allocation, offset = np.full(len(tensors), -1, np.int64), np.zeros(len(tensors), np.int64)
+        allocation, offset = np.full(count, -1, np.int64), np.zeros(count, np.int64)
         known: list[tuple[int, int]] = []
         places = []
         for address in (*addresses, self._flag.data_ptr()):
@@ -121,7 +120,18 @@ class IpcSender:
         """Drop the flag; readers that still map it find that out by its nonce."""
         if self._flag is not None:
             self._flag.zero_()
-        self._flag, self._export, self._addresses = None, None, ()
+        self._flag, self._export, self._addresses = None, None, []
+
+
+def _device(tensors: Sequence[torch.Tensor], rank: int) -> torch.device:
+    """The one GPU that a rank's tensors lie on. Raises WireError where there is none."""
+    devices = {t.device for t in tensors}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        got = ", ".join(sorted(map(str, devices)))
+        do = "move the parameters to the rank's GPU before the refit, or use the wire shm"
+        raise WireError("the trainer's parameters are not on one GPU", where=f"trainer rank {rank}", got=got, do=do)
+    device: torch.device = devices.pop()
+    return device
 
 
 class RankMaps:
@@ -133,6 +143,7 @@ class RankMaps:
         self.sizes, self.allocation, self.offset = unpack(export.sizes), unpack(export.allocation), unpack(export.offset)
         self.bases, self.flag = unpack(export.bases), export.flag
         self._open: dict[int, int] = {}
+        self._placed: tuple[Int, Int] | None = None
 
     def base(self, allocation: int) -> int:
         """The address of an allocation here. Raises WireError when it can't be opened or is not as large as was said."""
@@ -148,19 +159,23 @@ class RankMaps:
 
     def places(self, numbers: Int, nbytes: Int) -> Int:
         """Addresses here of buffers of this rank, int64 [n]. Raises WireError for one that was not exported or does not fit."""
+        if self._placed is not None and self._placed[0] is numbers:
+            return self._placed[1]
         if numbers.max() >= len(self.allocation) or (self.allocation[numbers] < 0).any():
             raise WireError("it exported other buffers than the plan reads", where=WHERE, do="prepare again")
         allocation, offset = self.allocation[numbers], self.offset[numbers]
         if (offset < 0).any() or (offset + nbytes > self.sizes[allocation]).any():
             raise WireError("a buffer reaches outside its allocation", where=WHERE, do="prepare again")
         used, which = np.unique(allocation, return_inverse=True)
-        return np.array([self.base(i) for i in used.tolist()], np.int64)[which] + offset
+        found = np.array([self.base(i) for i in used.tolist()], np.int64)[which] + offset
+        self._placed = numbers, found
+        return found
 
     def close(self) -> None:
         """Unmap everything."""
         for address in self._open.values():
             cuda_ipc.close_handle(address, self.device)
-        self._open = {}
+        self._open, self._placed = {}, None
 
 
 class Maps:
@@ -169,23 +184,19 @@ class Maps:
     def __init__(self) -> None:
         self.ranks: dict[int, RankMaps] = {}
         self._plan: Plan | None = None
-        self._layout: dict[int, tuple[Int, int]] = {}
-        self._sizes = np.zeros(0, np.int64)
+        self._layout: dict[int, tuple[Int, Int, Int]] = {}
 
-    def layout_of(self, plan: Plan) -> dict[int, tuple[Int, int]]:
-        """By trainer rank: the source buffers of it that `plan` reads, int64, and the number of its first one."""
+    def layout_of(self, plan: Plan) -> dict[int, tuple[Int, Int, Int]]:
+        """By trainer rank: the source buffers of it that `plan` reads, their numbers among its own buffers, and their bytes; int64 [n]."""
         if plan is not self._plan:
             owner = np.array([b.rank for b in plan.sources], np.int64)
             used = np.unique(plan.source)
             ranks = np.unique(owner[used]).tolist()
-            self._layout = {r: (used[owner[used] == r], int(np.argmax(owner == r))) for r in ranks}
-            self._plan, self._sizes = plan, np.array([b.nbytes for b in plan.sources], np.int64)
+            nbytes = np.array([b.nbytes for b in plan.sources], np.int64)
+            mine = {r: used[owner[used] == r] for r in ranks}
+            self._layout = {r: (own, own - int(np.argmax(owner == r)), nbytes[own]) for r, own in mine.items()}
+            self._plan = plan
         return self._layout
-
-    def sizes_of(self, buffers: Sequence[Buffer]) -> Int:
-        """Bytes of every source buffer of the plan last laid out."""
-        assert len(self._sizes) == len(buffers)
-        return self._sizes
 
     def close(self) -> None:
         """Unmap everything and forget the handles."""
@@ -216,7 +227,7 @@ class IpcReader:
             raise WireError.of(problems, f"wire ipc: {len(problems)} problem(s), nothing was written")
         self.token = self._address.tobytes()
 
-    def _open_rank(self, rank: int, used: Int, first: int) -> None:
+    def _open_rank(self, rank: int, used: Int, local: Int, nbytes: Int) -> None:
         told = self._ranks.get(rank)
         if told is None or not told.epoch:
             raise WireError("it said nothing of its memory", where=WHERE, do="call begin on every trainer rank")
@@ -233,8 +244,7 @@ class IpcReader:
         if told.process == cuda_ipc.PROCESS and told.device != cuda_ipc.device_uuid(self._device.index):
             do = "give the engine a process of its own"
             raise WireError("trainer and engine are one process on two GPUs", where=WHERE, got=told.device, do=do)
-        place = held.places(used - first, self._maps.sizes_of(self._buffers)[used])
-        self._address[used] = place
+        self._address[used] = held.places(local, nbytes)
         self._check_nonce(rank)
 
     def _check_nonce(self, rank: int) -> None:
@@ -270,6 +280,7 @@ class IpcReader:
                 self._maps.ranks[rank].close()
 
 
+@functools.cache
 def _visible() -> list[str]:
     return [cuda_ipc.device_uuid(i) for i in range(torch.cuda.device_count())]
 

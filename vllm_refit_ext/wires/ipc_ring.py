@@ -28,7 +28,9 @@ WORDS = 256
 """Byte offset of the words; the header of `wires.shm` stands before them."""
 ALIGN = 256
 _WORD = struct.Struct("<Q")
-_POLL_S = 20e-6
+_SPIN_S = 1e-3
+"""A bucket takes a fraction of a millisecond, less than a sleep that one asks for: so long the wait only looks."""
+_POLL_S = 50e-6
 _LOOK_S = 0.05
 
 
@@ -90,7 +92,8 @@ class Words:
 
     def wait(self, engine: int, which: int, least: int, deadline: float, where: str, others: tuple[Words, ...] = ()) -> None:
         """Wait until a word is at least `least`. Raises WireError when a side is gone or gave up, DeadlineError."""
-        look = time.monotonic() + _LOOK_S
+        begun = time.monotonic()
+        look = begun + _LOOK_S
         while self.read(engine, which) < least:
             now = time.monotonic()
             if any(words.stopped for words in (self, *others)):
@@ -102,7 +105,8 @@ class Words:
             if now > deadline:
                 what = "bytes of the trainer did not come" if which == 0 else "an engine rank did not read on"
                 raise DeadlineError(what, where=where, got=f"{self.read(engine, which)} messages", wanted=f"{least} before the deadline")
-            time.sleep(_POLL_S)
+            if now > begun + _SPIN_S:
+                time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Unmap."""

@@ -71,10 +71,17 @@ class StagedSender:
         self._tables: dict[int, Table] = {}
         self._tensors: list[torch.Tensor] = []
         self._nonce = 0
+        self._addresses: list[int] = []
+        self._bound: set[int] = set()
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Remember the live tensors and clear the words. Returns this rank's part of the message."""
         self._tensors, self._nonce = list(tensors), secrets.randbits(62) | 1
+        addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._bound.clear()
+            self._tables.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._ring.words.clear(self._nonce)
@@ -141,7 +148,9 @@ class StagedSender:
             alignment = {slot: self._tensors[int(buffer[i])].element_size() for slot, i in enumerate(rows, start=1) if self._tensors[int(buffer[i])].data_ptr() % 16}
             self._tables[number] = Table(moves, self._device, alignment=alignment)
         table = self._tables[number]
-        table.bind([self._ring.slot(message.target, message.count), *(self._tensors[int(buffer[i])].detach() for i in rows)])
+        if number not in self._bound:
+            table.bind([self._ring.slot(message.target, message.count), *(self._tensors[int(buffer[i])].detach() for i in rows)])
+            self._bound.add(number)
         table.launch()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -208,7 +217,7 @@ class StagedRounds:
 
 
 class StagedIpcReader:
-    """An engine rank's half, for one refit."""
+    """An engine rank's half, for one refit. `token` changes with any address."""
 
     def __init__(self, laid: StagedRounds, rings: dict[int, RingReader], told: dict[int, RingInfo]) -> None:
         self._laid, self._rings, self._told = laid, rings, told
@@ -216,6 +225,8 @@ class StagedIpcReader:
         self.received: dict[int, int] = {}
         self._here: dict[int, torch.Tensor] = {}
         self._next, self._deadline, self._done = 0, 0.0, False
+        # Addresses change only with the rings themselves.
+        self.token = tuple((s, ring.info.name) for s, ring in rings.items())
 
     def start(self, deadline: float) -> None:
         """Nothing to meet: the words of the rings say what is there. deadline: time.monotonic seconds."""
