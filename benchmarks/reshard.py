@@ -6,7 +6,8 @@
 A mixture of experts is cut over the trainers by expert and over the engines by tensor parallelism. "shard" is wire `collective` as
 the product runs it: each engine rank gets its own slices from the ranks that hold them. "broadcast" is the usual way: trainer rank 0
 collects whole tensors, packs them into buckets of the same size, and broadcasts each bucket to all engine ranks, which keep their
-slices. Both end with the same bytes in the same places, which is checked. Seconds are of the slowest rank, medians of `repeat`.
+slices. Both end with the same bytes in the same places, which is checked. "link" is one pair of ranks sending buckets and nothing else:
+what this link can do in this run. Seconds are of the slowest rank, medians of `repeat`; bytes are what all ranks received.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from vllm_refit_ext.wires.collective_group import Group, Parcel
 from vllm_refit_ext.wires.collective_meet import Store
 
 DEADLINE_S = 300.0
+LINK_BUCKETS = 32
 
 
 def model(o: argparse.Namespace) -> dict[str, tuple[tuple[int, ...], int | None]]:
@@ -116,7 +118,7 @@ class Rank:
             self.plan = build_plan(self.manifest, sources, targets[rank - o.trainers])
             self.params = {b.name: torch.zeros(b.shape, dtype=torch.bfloat16, device=self.device) for b in self.plan.targets}
             self.kept: dict[str, Any] = {}
-            self.writers: dict[Plan, InPlaceWriter] = {}
+            self.writers: dict[Plan, Any] = {}
 
     def meet(self, what: str) -> None:
         """All ranks are here."""
@@ -125,6 +127,14 @@ class Rank:
         if self.board.add(what, 1) == len(self.names):
             self.board.set(what + "!", "1")
         self.board.wait([what + "!"], timedelta(seconds=DEADLINE_S))
+
+    def writer(self, step: Plan) -> Any:
+        """The product's writer for this device."""
+        if self.device.type == "cpu":
+            return InPlaceWriter(step, self.params)
+        from vllm_refit_ext.receiver.kernel_writer import KernelWriter
+
+        return KernelWriter(step, self.params, {}, self.device)
 
     def shard(self, name: str) -> int:
         """One refit over wire `collective`; payload bytes that this rank received."""
@@ -139,7 +149,11 @@ class Rank:
         reader = collective.open_reader(update, self.plan, self.kept)
         reader.start(end)
         for step in reader.steps:
-            self.writers.setdefault(step, InPlaceWriter(step, self.params)).write(reader)
+            if step not in self.writers:
+                self.writers[step] = self.writer(step)
+            for buffer in np.unique(step.source).tolist():
+                reader.memory(buffer)
+            self.writers[step].write(reader)
         reader.confirm()
         reader.close()
         return sum(reader.received.values())
@@ -162,6 +176,7 @@ class Rank:
             self.buckets[-1].append(name)
             size += nbytes
         largest = max(sum(2 * int(np.prod(self.manifest.tensors[n].shape)) for n in b) for b in self.buckets)
+        self.ring = [torch.empty(self.o.bucket, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self.staging = torch.empty(largest, dtype=torch.uint8, device=self.device)
 
     def broadcast(self, name: str) -> int:
@@ -201,6 +216,19 @@ class Rank:
                     target_view(self.plan, move, as_bytes(self.params[tensor])).copy_(box)
         return received
 
+    def link(self, name: str) -> int:
+        """The link alone: `LINK_BUCKETS` buckets from trainer rank 0 to engine rank 0, two in flight; bytes that this rank received."""
+        tickets: list[Any] = []
+        if self.rank not in (0, self.o.trainers):
+            return 0
+        for i in range(LINK_BUCKETS):
+            parcel = Parcel(self.o.trainers if self.is_trainer else 0, i, self.ring[i % 2])
+            tickets.append(self.gather.post([parcel], []) if self.is_trainer else self.gather.post([], [parcel]))
+            if i:
+                tickets[i - 1].wait(time.monotonic() + DEADLINE_S)
+        tickets[-1].wait(time.monotonic() + DEADLINE_S)
+        return 0 if self.is_trainer else LINK_BUCKETS * self.o.bucket
+
     def check(self) -> None:
         """What an engine rank holds is what it should, to the bit."""
         if self.is_trainer:
@@ -230,7 +258,7 @@ def run(o: argparse.Namespace, rank: int, port: int, out: Any) -> None:
     store = Store("127.0.0.1", port, time.monotonic() + 10)
     me.open_broadcast(store)
     result: dict[str, Any] = {"rank": rank}
-    for way, work in (("shard", me.shard), ("broadcast", me.broadcast)):
+    for way, work in (("shard", me.shard), ("broadcast", me.broadcast), ("link", me.link)):
         seconds = []
         for i in range(o.repeat + 1):
             me.meet(f"{way}-{i}")
@@ -240,7 +268,7 @@ def run(o: argparse.Namespace, rank: int, port: int, out: Any) -> None:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
             me.meet(f"{way}-{i}-done")
-            if i == 0:
+            if i == 0 and way != "link":
                 me.check()
         result[way] = {"seconds": seconds[1:], "received": received}
     me.meet("end")
@@ -297,13 +325,13 @@ def main() -> int:
     print(
         f"{o.backend}, {o.trainers} trainer ranks to {o.engines} engine ranks, model of {size / 1e6:.1f} MB, buckets of {o.bucket / 1e6:.1f} MB"
     )
-    for way in ("shard", "broadcast"):
+    for way in ("shard", "broadcast", "link"):
         slowest = [max(r[way]["seconds"][i] for r in results) for i in range(o.repeat)]
         received = sum(r[way]["received"] for r in results)
         median = statistics.median(slowest)
         summary[way] = {"seconds": median, "all_seconds": slowest, "bytes": received, "gb_per_s": received / median / 1e9}
         print(
-            f"{way:>9}: {median * 1e3:9.2f} ms (from {min(slowest) * 1e3:.2f} to {max(slowest) * 1e3:.2f}), {received / 1e6:9.1f} MB travelled"
+            f"{way:>9}: {median * 1e3:9.2f} ms (from {min(slowest) * 1e3:.2f} to {max(slowest) * 1e3:.2f}), {received / 1e6:9.1f} MB, {received / median / 1e9:.2f} GB/s"
         )
     print(json.dumps(summary))
     return 0

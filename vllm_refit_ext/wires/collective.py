@@ -34,8 +34,8 @@ from vllm_refit_ext.wires.collective_meet import CONNECT_S, Store, open_store
 from vllm_refit_ext.wires.collective_move import Outgoing, Packer, Unpacker
 from vllm_refit_ext.wires.collective_rounds import Rounds, rounds
 
-BUCKET_BYTES = 64 << 20
-"""Payload of a round and of a batch. At 400 GB/s it travels in 0.2 ms, long against the cost of starting a batch."""
+BUCKET_BYTES = 256 << 20
+"""Payload of a round and of a batch, the recipes' default. At 360 GB/s it travels in 0.7 ms, long against the start of a batch."""
 
 
 class _Share(msgspec.Struct):
@@ -179,6 +179,8 @@ class CollectiveReader:
     def __init__(self, link: Link, unpacker: Unpacker, session: str) -> None:
         self._link, self._unpacker, self._session = link, unpacker, session
         self.whole, self.steps = unpacker.whole, unpacker.steps
+        # Staging never moves, so a writer that bound its addresses once need not do it again.
+        self.token = unpacker.token
         self._done = False
 
     @property

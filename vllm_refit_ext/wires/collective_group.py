@@ -24,6 +24,8 @@ from vllm_refit_ext.wires.collective_meet import Store, local_address, run_until
 Backend = Literal["gloo", "nccl"]
 POLL_S = 50e-6
 """Pause between two looks at a GPU's progress. Short against a bucket's travel, long against the look."""
+EAGER_S = 2e-3
+"""For so long a GPU is looked at without a pause: most buckets are done by then."""
 NEVER = timedelta(days=365)
 """The time-out given to NCCL's own watchdog, which would end the whole process. The deadlines here come first."""
 
@@ -126,10 +128,12 @@ class Group:
             except RuntimeError as error:
                 return str(error)
             return ""
+        eager = time.monotonic() + EAGER_S
         while not work.is_completed():
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 return "timed out"
-            time.sleep(POLL_S)
+            time.sleep(POLL_S if now > eager else 0.0)
         try:
             work.wait()  # orders the current stream after the operation
         except RuntimeError as error:

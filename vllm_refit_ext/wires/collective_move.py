@@ -6,6 +6,7 @@ engine. So the bytes in flight at a rank are at most two buckets, and the operat
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Protocol
@@ -164,12 +165,13 @@ class Unpacker:
     """An engine rank's end. It is the memory of staged plans: the same moves, with staging buffers as their sources.
 
     whole: all moves. steps: those in place, a plan a round. A round's bytes are fetched when a buffer of it is first asked for, which
-    gives up those of the round two before; scales alone stay until the end.
+    gives up those of the round two before; scales alone stay until the end. token: names the memory, which never moves.
     """
 
     def __init__(self, rounds: Rounds, device: torch.device) -> None:
         self.rounds = rounds
         self.received: dict[int, int] = {}
+        self.token = secrets.token_hex(8)
         count = len(rounds.messages)
         room = max((_padded(rounds.size(r)) for r in range(rounds.kept, count)), default=0)
         self._ring = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(RING)]
