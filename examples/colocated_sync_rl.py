@@ -1,6 +1,7 @@
 """Colocated synchronous reinforcement learning: a real Megatron trainer and a real vLLM engine on one machine.
 
-    python examples/colocated_sync_rl.py            # on a CPU, about two minutes
+    python examples/colocated_sync_rl.py                          # on a CPU, about two minutes
+    python examples/colocated_sync_rl.py --device cuda [--mxfp8]  # both on one GPU, weights read by CUDA IPC
 
 A tiny Qwen3-MoE with random weights learns to write lower-case letters. Each step: the engine samples, every sampled answer is
 rewarded with the share of its tokens that are lower-case letters, Megatron-core takes one GRPO step on two ranks with the
@@ -29,13 +30,17 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script, from any folder
 
 from examples.support.launch import run_ranks
-from examples.support.tiny_model import build_megatron, save_model
+from examples.support.tiny_model import build_megatron, import_megatron, save_model
 
 PROMPTS = ["the ", "a re", "new ", "old ", "rank", "copy", "plan", "wire"]
 """All of four tokens (the tokenizer knows bytes), so that a batch needs no padding."""
 MAX_KL = 1e-4
 """Trainer and engine run different kernels. With equal weights in float32 the mean KL was 1e-12 or less in every run; with weights
 that are a few steps old it is above 1e-3."""
+MAX_KL_CUDA = 1e-3
+"""Some kernels of a GPU round to TF32."""
+MAX_KL_MXFP8 = 0.1
+"""The engine's weights then have four significant bits, and the trainer's eight."""
 MIN_RISE = 0.15
 """The least rise of the mean reward from the first to the last quarter of the steps."""
 
@@ -53,6 +58,8 @@ class Settings:
     learning_rate: of Adam.
     seed: of weights and sampling.
     out: folder for the plot, the record and the model.
+    device: `cuda` puts trainer and engine on one GPU, with one trainer rank, since two NCCL ranks can't share a GPU.
+    mxfp8: the engine holds its matrices as MXFP8; needs `--device cuda`.
     drill: `stale` stops handing over weights after a third of the steps, to show that the KL finds it.
     """
 
@@ -62,7 +69,19 @@ class Settings:
     learning_rate: float = 2e-3
     seed: int = 1
     out: Path = Path("out/colocated")
+    device: Literal["cpu", "cuda"] = "cpu"
+    mxfp8: bool = False
     drill: Literal["none", "stale"] = "none"
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights on both sides: MXFP8 engines multiply BF16 activations."""
+        return "bfloat16" if self.mxfp8 else "float32"
+
+    @property
+    def max_kl(self) -> float:
+        """The largest KL that rounding explains."""
+        return MAX_KL_MXFP8 if self.mxfp8 else MAX_KL if self.device == "cpu" else MAX_KL_CUDA
 
 
 @dataclass
@@ -88,12 +107,14 @@ class Engine:
         self.llm = LLM(
             model=str(folder),
             worker_extension_cls="vllm_refit_ext.RefitWorkerExtension",
-            dtype="float32",
+            dtype=settings.dtype,
             enforce_eager=True,
             max_model_len=64,
             max_num_seqs=len(PROMPTS) * settings.samples,
             kv_cache_memory_bytes=64 << 20,
             seed=settings.seed,
+            **({"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3} if settings.device == "cuda" else {}),
+            **({"quantization": "mxfp8"} if settings.mxfp8 else {}),
         )
         self.prompts = [self.llm.get_tokenizer().encode(p, add_special_tokens=False) for p in PROMPTS]
         self.sampling = SamplingParams(
@@ -116,14 +137,21 @@ class Engine:
 
 
 class Trainer:
-    """Megatron-core with expert parallelism 2, its distributed data parallel wrapper and its optimizer."""
+    """Megatron-core with expert parallelism over its ranks, its distributed data parallel wrapper and its optimizer."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        self.bridge, self.chunks = build_megatron(folder, ep=2, ddp=True, seed=settings.seed)
+        ranks, dtype = dist.get_world_size(), getattr(torch, settings.dtype)
+        self.device = torch.device(settings.device)
+        self.bridge, self.chunks = build_megatron(folder, ep=ranks, ddp=True, seed=settings.seed, dtype=settings.dtype)
         config = OptimizerConfig(
-            optimizer="adam", lr=settings.learning_rate, weight_decay=0.0, clip_grad=1.0, params_dtype=torch.float32
+            optimizer="adam",
+            lr=settings.learning_rate,
+            weight_decay=0.0,
+            clip_grad=1.0,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
         )
         self.optimizer = get_megatron_optimizer(config, self.chunks)
 
@@ -135,8 +163,9 @@ class Trainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         n, length = tokens.shape
-        positions = torch.arange(length - 1)[None].expand(n, -1)
-        mask = torch.triu(torch.ones(length - 1, length - 1, dtype=torch.bool), 1)[None, None]
+        tokens, advantage = tokens.to(self.device), advantage.to(self.device)
+        positions = torch.arange(length - 1, device=self.device)[None].expand(n, -1)
+        mask = torch.triu(torch.ones(length - 1, length - 1, dtype=torch.bool, device=self.device), 1)[None, None]
         kept: list[torch.Tensor] = []
 
         def forward(batches: Any, model: Any) -> Any:
@@ -166,7 +195,7 @@ class Trainer:
         for chunk in self.chunks:
             chunk.finish_grad_sync()
         self.optimizer.step()
-        return kept[0]
+        return kept[0].cpu()
 
 
 def rewards(tokens: torch.Tensor, prompt: int, letters: torch.Tensor) -> torch.Tensor:
@@ -201,11 +230,13 @@ def run_rank(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
 def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Settings) -> list[dict[str, Any]]:
     """The loop: sample, reward, step, refit. Returns the steps."""
     from megatron_sender import MegatronSender
+    from megatron_sender.sender import SenderConfig
     from vllm_refit_ext.client import LLMClient
 
     rank = dist.get_rank()
     console = Console(force_terminal=False, width=110)
-    sender = MegatronSender(trainer.chunks, trainer.bridge, LLMClient(engine.llm) if engine else None)
+    config = SenderConfig(wire="ipc" if settings.device == "cuda" else "shm")
+    sender = MegatronSender(trainer.chunks, trainer.bridge, LLMClient(engine.llm) if engine else None, config)
     plan = sender.prepare()
     if rank == 0:
         console.print(
@@ -261,7 +292,7 @@ def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Setti
     return [asdict(step) for step in steps]
 
 
-def verdict(steps: list[Step]) -> list[str]:
+def verdict(steps: list[Step], max_kl: float = MAX_KL) -> list[str]:
     """What is wrong with the run; empty when it learned and the engine always held the trainer's weights."""
     quarter = max(1, len(steps) // 4)
     first = sum(s.reward for s in steps[:quarter]) / quarter
@@ -270,14 +301,14 @@ def verdict(steps: list[Step]) -> list[str]:
     problems = []
     if last - first < MIN_RISE:
         problems.append(f"the reward did not rise: {first:.3f} in the first quarter, {last:.3f} in the last (wanted +{MIN_RISE})")
-    if not worst.kl <= MAX_KL:
+    if not worst.kl <= max_kl:
         problems.append(
-            f"the engine does not hold the trainer's weights: KL {worst.kl:.1e} at step {worst.step} (at most {MAX_KL:.0e})"
+            f"the engine does not hold the trainer's weights: KL {worst.kl:.1e} at step {worst.step} (at most {max_kl:.0e})"
         )
     return problems
 
 
-def plot(steps: list[Step], path: Path) -> None:
+def plot(steps: list[Step], path: Path, settings: Settings) -> None:
     """Reward, KL and refit time by step, as a PNG."""
     import matplotlib
 
@@ -289,13 +320,14 @@ def plot(steps: list[Step], path: Path) -> None:
     axes[0].plot(x, [s.reward for s in steps], marker="o", markersize=3)
     axes[0].set_ylabel("mean reward")
     axes[1].semilogy(x, [max(s.kl, 1e-16) for s in steps], marker="o", markersize=3)
-    axes[1].axhline(MAX_KL, color="red", linestyle="--", linewidth=1, label="limit")
+    axes[1].axhline(settings.max_kl, color="red", linestyle="--", linewidth=1, label="limit")
     axes[1].set_ylabel("KL(engine || trainer)")
     axes[1].legend()
     axes[2].plot(x, [1e3 * s.refit_s for s in steps], marker="o", markersize=3)
     axes[2].set_ylabel("refit, ms")
     axes[2].set_xlabel("step")
-    figure.suptitle("Colocated synchronous RL: Megatron EP2 to vLLM TP1, on a CPU")
+    trainer, held = ("one rank", "a GPU") if settings.device == "cuda" else ("EP2", "a CPU")
+    figure.suptitle(f"Colocated synchronous RL: Megatron {trainer} to vLLM TP1{' in MXFP8' if settings.mxfp8 else ''}, on {held}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -304,7 +336,9 @@ def make_model(settings: Settings) -> Path:
     """The tiny checkpoint, with the token ids of the lower-case letters beside it."""
     from transformers import AutoTokenizer
 
-    folder = save_model("qwen3_moe", settings.out.resolve() / "model", seed=settings.seed)
+    # Experts of 128 on a GPU: Marlin takes no fewer.
+    sizes = {"moe_intermediate_size": 128} if settings.device == "cuda" else {}
+    folder = save_model("qwen3_moe", settings.out.resolve() / "model", seed=settings.seed, dtype=settings.dtype, **sizes)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     letters = [tokenizer.encode(chr(c), add_special_tokens=False)[0] for c in range(ord("a"), ord("z") + 1)]
     (folder / "letters.json").write_text(json.dumps(letters))
@@ -314,13 +348,23 @@ def make_model(settings: Settings) -> Path:
 def main(settings: Settings | None = None) -> int:
     """Run, record, judge."""
     settings = settings or Settings()
+    if settings.mxfp8 and settings.device == "cpu":
+        raise SystemExit("--mxfp8 needs --device cuda: vLLM has no MXFP8 kernels for a CPU")
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     settings.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     folder = make_model(settings)
-    steps = [Step(**step) for step in run_ranks(run_rank, 2, folder, asdict(settings), timeout=1200)[0]]
-    problems = verdict(steps)
+    if settings.device == "cuda":
+        # In this process: a rank forked after something has looked for GPUs could not use one.
+        import_megatron()
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        found = run_rank(folder, asdict(settings))
+        dist.destroy_process_group()
+    else:
+        found = run_ranks(run_rank, 2, folder, asdict(settings), timeout=1200)[0]
+    steps = [Step(**step) for step in found]
+    problems = verdict(steps, settings.max_kl)
     seconds = time.perf_counter() - begin
     record = {
         "settings": {**asdict(settings), "out": str(settings.out)},
@@ -329,7 +373,7 @@ def main(settings: Settings | None = None) -> int:
         "steps": [asdict(s) for s in steps],
     }
     (settings.out / "record.json").write_text(json.dumps(record, indent=1))
-    plot(steps, settings.out / "plot.png")
+    plot(steps, settings.out / "plot.png", settings)
     console = Console(width=110)
     console.print(f"{seconds:.0f} s in all; plot and record in {settings.out}")
     for problem in problems:

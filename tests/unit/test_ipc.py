@@ -1,0 +1,195 @@
+"""Wire `ipc` without a GPU: what is told, kept, found stale and closed. CUDA's calls are stood in for by memory of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_refit_ext.core.errors import WireError
+from vllm_refit_ext.core.manifest import Manifest, TensorSpec
+from vllm_refit_ext.core.messages import IpcRank, UpdateInfo
+from vllm_refit_ext.core.placement import Buffer, Placement, Placements
+from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.wires import ResidentSender, cuda_ipc, ipc
+
+GPU = "GPU-0"
+
+
+class Device:
+    """Allocations of a stand-in device: the storages of CPU tensors. `opened` are mappings that are open now."""
+
+    def __init__(self) -> None:
+        self.exports = 0
+        self.opened: list[int] = []
+        self.gone: set[bytes] = set()
+
+    def allocation_of(self, address):
+        return address, 64
+
+    def export(self, base):
+        self.exports += 1
+        return base.to_bytes(8, "little") * 8
+
+    def open_handle(self, handle, device):
+        if handle in self.gone:
+            raise WireError("memory of the trainer can't be opened", where="wire ipc")
+        base = int.from_bytes(handle[:8], "little")
+        self.opened.append(base)
+        return base
+
+    def close_handle(self, address, device):
+        self.opened.remove(address)
+
+    def read_word(self, address):
+        return ctypes.c_uint64.from_address(address).value
+
+
+@pytest.fixture
+def device(monkeypatch):
+    stand_in = Device()
+    for name in ("allocation_of", "export", "open_handle", "close_handle", "read_word"):
+        monkeypatch.setattr(cuda_ipc, name, getattr(stand_in, name))
+    monkeypatch.setattr(cuda_ipc, "device_uuid", lambda index: GPU)
+    monkeypatch.setattr(ipc, "_visible", lambda: [GPU])
+    monkeypatch.setattr(ipc, "_device", lambda tensors, rank: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "device", lambda d: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda d=None: None)
+    monkeypatch.setattr(cuda_ipc, "PROCESS", "engine")
+    return stand_in
+
+
+@pytest.fixture
+def plan():
+    names = ["a", "b"]
+    manifest = Manifest({n: TensorSpec((4, 8), "bfloat16") for n in names})
+    rows = [Placement(n, i, (0, 0), (4, 8), 0, (16, 2)) for i, n in enumerate(names)]
+    sources = Placements.from_rows([Buffer(n, i, "bfloat16", (4, 8)) for i, n in enumerate(names)], rows)
+    targets = Placements.from_rows([Buffer(n, 0, "bfloat16", (4, 8)) for n in names], rows)
+    return build_plan(manifest, sources, targets)
+
+
+def tensors():
+    return [torch.randn(4, 8).bfloat16() for _ in range(2)]
+
+
+def senders(plan):
+    shares = ipc.shares(plan, 2)
+    return [ipc.open_sender(rank, share, []) for rank, share in enumerate(shares)]
+
+
+def begin(both, held, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "PROCESS", "trainer")
+    told = ipc.info([s.begin([t]) for s, t in zip(both, held, strict=True)])
+    monkeypatch.setattr(cuda_ipc, "PROCESS", "engine")
+    return told
+
+
+def reader(told, plan, maps):
+    return ipc.IpcReader(told, plan, maps, torch.device("cpu"))
+
+
+def test_handles_travel_once_and_again_when_memory_moves(device, plan, monkeypatch):
+    """The second refit sends no handles; a moved tensor of one rank sends that rank's alone; a failure sends them all."""
+    both, held, maps = senders(plan), tensors(), ipc.Maps()
+    assert isinstance(both[0], ResidentSender)
+    for s in both:
+        s.resident = True
+    first = begin(both, held, monkeypatch)
+    assert all(r.export for r in first.ranks)
+    one = reader(first, plan, maps)
+    assert [one.address(i) for i in range(2)] == [t.data_ptr() for t in held]
+    one.confirm()
+    one.close()
+    second = begin(both, held, monkeypatch)
+    assert not any(r.export for r in second.ranks)
+    two = reader(second, plan, maps)
+    assert two.token == one.token
+    two.close()
+    kept = held[1]
+    held[1] = kept.clone()
+    third = begin(both, held, monkeypatch)
+    assert [bool(r.export) for r in third.ranks] == [False, True]
+    three = reader(third, plan, maps)
+    assert three.address(1) == held[1].data_ptr()
+    assert three.token != two.token
+    for s in both:
+        s.forget()
+    assert all(r.export for r in begin(both, held, monkeypatch).ranks)
+
+
+def test_mappings_close_unless_the_trainer_stays(device, plan, monkeypatch):
+    """Nothing stays open after a refit; a resident trainer's mappings do, until the engine lets go."""
+    both, held, maps = senders(plan), tensors(), ipc.Maps()
+    reader(begin(both, held, monkeypatch), plan, maps).close()
+    assert device.opened == []
+    for s in both:
+        s.resident = True
+    reader(begin(both, held, monkeypatch), plan, maps).close()
+    assert len(device.opened) == 4
+    maps.close()
+    assert device.opened == []
+
+
+def test_stale_memory_is_found(device, plan, monkeypatch):
+    """A message of an earlier refit, memory that is dropped while it is read, handles that were never sent: nothing is left open."""
+    both, held, maps = senders(plan), tensors(), ipc.Maps()
+    old = begin(both, held, monkeypatch)
+    now = begin(both, held, monkeypatch)
+    with pytest.raises(WireError, match="not that of this refit") as caught:
+        reader(old, plan, maps)
+    assert len(caught.value.problems) == 2
+    assert device.opened == []
+    with pytest.raises(WireError, match="not known here"):
+        reader(now, plan, ipc.Maps())
+    for s in both:
+        s.forget()
+    live = reader(begin(both, held, monkeypatch), plan, ipc.Maps())
+    both[1].close()
+    with pytest.raises(WireError, match="not that of this refit"):
+        live.confirm()
+
+
+def test_a_trainer_that_is_gone(device, plan, monkeypatch):
+    """Its handles can't be opened: the rank is named, what had been opened is closed."""
+    both, held, maps = senders(plan), tensors(), ipc.Maps()
+    told = begin(both, held, monkeypatch)
+    device.gone.add(held[1].data_ptr().to_bytes(8, "little") * 8)
+    with pytest.raises(WireError, match="trainer rank 1"):
+        reader(told, plan, maps)
+    assert device.opened == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [({"device": "GPU-9"}, "not visible"), ({"epoch": ""}, "said nothing"), ({"export": b"x"}, "can't be read")],
+)
+def test_messages_that_do_not_fit(device, plan, monkeypatch, change, text):
+    """Each is refused by name before anything is written."""
+    import msgspec
+
+    told = begin(senders(plan), tensors(), monkeypatch)
+    ranks: list[IpcRank] = [msgspec.structs.replace(told.ranks[0], **change), told.ranks[1]]
+    with pytest.raises(WireError, match=text):
+        reader(msgspec.structs.replace(told, ranks=ranks), plan, ipc.Maps())
+
+
+def test_one_process_reads_its_own_memory(device, plan, monkeypatch):
+    """A handle can't be opened where it was made; the addresses are good there as they are."""
+    both, held = senders(plan), tensors()
+    told = ipc.info([s.begin([t]) for s, t in zip(both, held, strict=True)])
+    one = reader(told, plan, ipc.Maps())
+    assert [one.address(i) for i in range(2)] == [t.data_ptr() for t in held]
+    assert device.opened == []
+
+
+def test_no_gpu_is_said(plan):
+    """On a CPU the wire refuses itself."""
+    update = UpdateInfo(wire="ipc", version="v", session="s", ipc=ipc.info([]))
+    if not torch.cuda.is_available():
+        with pytest.raises(Exception, match="needs a GPU"):
+            ipc.open_reader(update, plan, {})
+    assert np.unique(plan.source).tolist() == [0, 1]
