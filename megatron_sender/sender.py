@@ -47,7 +47,7 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """wire: how bytes travel. unused: checkpoint names that no engine rank needs to read. caches: what a commit does with caches of
     older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end. resident: the trainer's memory
     is never freed between refits, so engines may keep it mapped. prequantize: quantise in the trainer what engines hold as MXFP8, and
-    the checkpoint names in `quantise` beside.
+    the checkpoint names in `quantise` beside. sample: moves that every engine rank recomputes by the reference before each commit.
     """
 
     wire: WireName = "shm"
@@ -57,6 +57,7 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resident: bool = False
     prequantize: bool = False
     quantise: tuple[str, ...] = ()
+    sample: int = 0
 
 
 class RefitReport(msgspec.Struct, frozen=True):
@@ -314,6 +315,7 @@ class MegatronSender:
                 digests={str(r.rank): r.digest for r in replies},
                 deadline_s=self.config.deadline_s,
                 caches=self.config.caches,
+                sample=self.config.sample,
                 **field,
             )
             for replies in self.replies

@@ -292,6 +292,23 @@ def test_changed_content_is_found_by_verify(llm: Any, trainer: WholeTrainer, wan
     trainer.client.verify({"0": digests})
 
 
+def test_a_sample_is_checked_before_the_commit(llm: Any, trainer: WholeTrainer, wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer.prepare()
+    (report,) = trainer.client.update(trainer.publish("checked", sample=16))
+    assert report.sampled == 16
+    assert one_by_one(llm) == wanted
+
+    def wrong(self: InPlaceWriter, reader: Any) -> None:
+        torch._foreach_zero_(self._targets)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InPlaceWriter, "write", wrong)
+        with pytest.raises(RefitError, match="memory differs from its source"):
+            trainer.client.update(trainer.publish("wrong", sample=16))
+    assert trainer.client.status()[0].state == "torn"
+    check_recovers(llm, trainer, wanted)
+
+
 def test_abort_is_idempotent_and_keeps_the_version(llm: Any, trainer: WholeTrainer, wanted: Any) -> None:
     trainer.refit("kept")
     for _ in range(2):

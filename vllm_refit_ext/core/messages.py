@@ -138,7 +138,8 @@ class UpdateInfo(Message, frozen=True, kw_only=True):
 
     version: opaque name of the new weights, set at commit. session: a name for this attempt, the same on all ranks. digests: by
     engine rank as text, the digest of its share of the plan; empty skips nothing, it means the caller did not plan.
-    deadline_s: seconds from the start of the call within which every wait must end.
+    deadline_s: seconds from the start of the call within which every wait must end. sample: moves that each rank recomputes by the
+    reference and compares before the commit, drawn anew for each session.
     """
 
     wire: WireName
@@ -147,6 +148,7 @@ class UpdateInfo(Message, frozen=True, kw_only=True):
     digests: dict[str, str] = {}
     deadline_s: float = DEADLINE_S
     caches: CachePolicy = "reset"
+    sample: int = 0
     shm: ShmInfo | None = None
     ipc: IpcInfo | None = None
     ipc_staged: IpcStagedInfo | None = None
@@ -155,7 +157,8 @@ class UpdateInfo(Message, frozen=True, kw_only=True):
 
 class UpdateReport(Message, frozen=True, kw_only=True):
     """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, as they travelled. launches: kernels
-    that wrote."""
+    that wrote. sampled: moves that were recomputed by the reference and found equal.
+    """
 
     rank: int
     version: str
@@ -164,6 +167,7 @@ class UpdateReport(Message, frozen=True, kw_only=True):
     received: dict[str, int] = {}
     moves: int = 0
     launches: int = 0
+    sampled: int = 0
 
 
 class Status(Message, frozen=True, kw_only=True):
@@ -203,4 +207,6 @@ def from_rpc[M: Message](kind: type[M], value: object, where: str) -> M:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         do = "see docs/wire.md for its fields"
-        raise ConfigError(f"{where} got a message it can't read: {error}", where=where, got=repr(value)[:120], wanted=kind.__name__, do=do) from None
+        raise ConfigError(
+            f"{where} got a message it can't read: {error}", where=where, got=repr(value)[:120], wanted=kind.__name__, do=do
+        ) from None

@@ -19,6 +19,7 @@ from vllm_refit_ext.kernels.memory import Buffer, address_of
 from vllm_refit_ext.kernels.moves import At, Stack
 from vllm_refit_ext.kernels.mxfp8 import check_finite
 from vllm_refit_ext.kernels.table import Table
+from vllm_refit_ext.kernels.verify import verify
 from vllm_refit_ext.receiver.held import HeldParam
 from vllm_refit_ext.receiver.kernel_moves import Numbering, kernel_moves, matrices, number_buffers
 from vllm_refit_ext.wires.boxes import Content, Memory, as_bytes, box_view, source_view, target_view
@@ -79,6 +80,16 @@ class KernelWriter:
             self._dequantise(move, reader)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def check(self, reader: Memory, sample: int, seed: int) -> int:
+        """Recompute up to `sample` of the moves by the reference and compare bytes. Returns how many; raises VerifyError."""
+        if not self._moves:
+            return 0
+        unused = torch.empty(0, dtype=torch.uint8, device=self.device)
+        sources = [reader.memory(n) if n in self._used else unused for n in range(len(self.plan.sources))]
+        report = verify(self._moves, [*sources, *self._targets()], sample=sample, seed=seed)
+        report.raise_if_wrong()
+        return report.moves
 
     def _bound(self, reader: Memory) -> Table:
         token = getattr(reader, "token", None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,7 +81,7 @@ class Receiver:
         self.torn: TornError | None = None
         self.last: UpdateReport | None = None
         self.staged: dict[str, int] = {}
-        self._wrote = False
+        self._wrote, self._sampled = False, 0
         self._kept: dict[str, Any] = {}
         self._busy = threading.Lock()
         self._receiving = False
@@ -198,7 +199,7 @@ class Receiver:
                     self._meet(reader, start + deadline_s, left)
             try:
                 with clock("write"):
-                    self._write(prepared, reader)
+                    self._write(prepared, reader, update.sample, zlib.crc32(update.session.encode()))
             except Exception as error:  # noqa: BLE001 - whatever a kernel or a loader raises
                 problem = error if isinstance(error, RefitError) and not self._wrote else self._tear(error, update.version)
         finally:
@@ -222,6 +223,7 @@ class Receiver:
             received={str(rank): n for rank, n in reader.received.items()} if isinstance(reader, StagedReader) else prepared.received,
             moves=len(prepared.plan),
             launches=prepared.launches(),
+            sampled=self._sampled,
         )
         self.last = report
         return report
@@ -270,9 +272,9 @@ class Receiver:
             problem = error
         agree(self.view, "meet", None, problem, max(left(), AFTERWORD_S))
 
-    def _write(self, prepared: Prepared, reader: Reader) -> None:
-        """The engine's own reload first, as it parks all parameters; then boxes in place."""
-        self.staged, self._wrote = {}, False
+    def _write(self, prepared: Prepared, reader: Reader, sample: int, seed: int) -> None:
+        """The engine's own reload first, as it parks all parameters; then boxes in place, a `sample` of them checked at once."""
+        self.staged, self._wrote, self._sampled = {}, False, 0
         staged = isinstance(reader, StagedReader)
         reload = self._reload_writer(prepared, reader.whole) if staged else prepared.reload
         if len(reload.plan):
@@ -291,6 +293,8 @@ class Receiver:
                         reader.memory(buffer)  # whatever fails to arrive fails before the write
                     self._wrote = True
                     writer.write(reader)
+                    if sample:
+                        self._sampled += writer.check(reader, sample, seed)
             prepared.derived.refresh()
         reader.confirm()
 

@@ -15,6 +15,7 @@ import torch
 from vllm_refit_ext.core.coded import CHECKPOINT, PLAIN, dequantised_to
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Buffer
+from vllm_refit_ext.core.errors import Problem, VerifyError
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.wires.boxes import Memory, as_bytes, box_view, source_view, target_view
 from vllm_refit_ext.wires.coded import CODES, ScaleMoves, dequantise, gather_scales
@@ -43,6 +44,18 @@ class InPlaceWriter:
         """Execute all moves, casting where the plan allows it."""
         if self._targets:
             torch._foreach_copy_(self._targets, [source_view(self.plan, i, reader) for i in range(len(self.plan))])
+
+    def check(self, reader: Memory, sample: int, seed: int) -> int:
+        """Read back up to `sample` of the moves and compare with their sources. Returns how many; raises VerifyError."""
+        chosen = sorted(np.random.default_rng(seed).permutation(len(self.plan))[:sample].tolist())
+        wrong = []
+        for move in chosen:
+            target = self._targets[move]
+            if not torch.equal(target, source_view(self.plan, move, reader).to(target.dtype)):
+                wrong.append(Problem("memory differs from its source", f"tensor {self.plan.names[int(self.plan.tensor[move])]!r}"))
+        if wrong:
+            raise VerifyError.of(wrong)
+        return len(chosen)
 
     def content(self, move: int) -> torch.Tensor:
         """The live target box of `move` of this writer's plan."""
@@ -91,7 +104,9 @@ class ReloadWriter:
             yield buffer.name, self._dequantised(moves, tensor, buffer, reader) if ends_as else tensor
 
     def _filled(self, moves: list[int], buffer: Buffer, reader: Memory) -> torch.Tensor:
-        tensor = torch.zeros(buffer.shape, dtype=torch.uint8 if buffer.dtype == CODES else getattr(torch, buffer.dtype), device=self._device)
+        tensor = torch.zeros(
+            buffer.shape, dtype=torch.uint8 if buffer.dtype == CODES else getattr(torch, buffer.dtype), device=self._device
+        )
         tensor = tensor.view(getattr(torch, buffer.dtype))
         memory = as_bytes(tensor)
         for move in moves:
@@ -109,6 +124,12 @@ class ReloadWriter:
             scales = gather_scales(self.plan, move, self._scales, reader).to(self._device)
             box = target_view(self.plan, move, as_bytes(codes))
             strides = [s * item for s in self.plan.target_strides[move].tolist()]
-            place = box_view(as_bytes(values), values.dtype, int(self.plan.target_offset[move]) * item, self.plan.extent[move].tolist(), strides)
+            place = box_view(
+                as_bytes(values),
+                values.dtype,
+                int(self.plan.target_offset[move]) * item,
+                self.plan.extent[move].tolist(),
+                strides,
+            )
             place.copy_(dequantise(box, scales, axis, int(self.plan.lo[move, axis]) % BLOCK, values.dtype))
         return values
