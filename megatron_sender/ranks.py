@@ -149,7 +149,8 @@ class Ranks:
 
 def _own_connection(prefix: str) -> Any:
     """torch's default store under a prefix, by a connection of its own where the store has such: its waits block a connection."""
-    store = dist.distributed_c10d._get_default_store()
+    torch_dist: Any = dist  # its stubs leave stores out
+    store = torch_dist.distributed_c10d._get_default_store()
     with contextlib.suppress(AttributeError, RuntimeError):
         store = store.clone()
-    return dist.PrefixStore(prefix, store)
+    return torch_dist.PrefixStore(prefix, store)

@@ -54,12 +54,12 @@ class EngineClient(ABC):
                 "ranks report another version after the update", where=f"engine ranks {stale}", got=got, wanted=info.version
             )
         if info.caches != "keep" and not all(s.caches.startswith(info.caches) for s in statuses):
-            got = statuses[0].caches or "no answer: the plugin `refit` is not loaded in the engine's process"
+            answer = statuses[0].caches or "no answer: the plugin `refit` is not loaded in the engine's process"
             do = "leave the plugin on (see VLLM_PLUGINS), or reset the caches yourself and pass caches='keep'"
             raise SessionError(
                 "the new weights serve, but caches of older weights were not reset",
                 where="caches",
-                got=got,
+                got=answer,
                 wanted=info.caches,
                 do=do,
             )

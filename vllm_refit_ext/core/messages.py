@@ -23,9 +23,9 @@ WireName = Literal["shm", "ipc", "ipc_staged", "collective"]
 """How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `collective`: shard to shard over NCCL or gloo. The field of `UpdateInfo` with this name holds the wire's own part."""
 
 CachePolicy = Literal["reset", "reset_running", "keep"]
-"""What a commit does with caches computed from older weights. `reset`: clear prefix, encoder and multimodal caches, and fail
-if blocks are still in use. `reset_running`: preempt running requests first, so that nothing is in use. `keep`: leave them; the
-caller accepts results that mix versions."""
+"""What a commit does with caches computed from older weights. `reset`: clear the prefix and encoder caches; refused before
+anything is written while requests run. `reset_running`: preempt running requests, so that they are computed again. `keep`: leave
+them; the caller accepts results that mix versions. See `receiver.caches`."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
