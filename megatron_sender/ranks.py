@@ -63,7 +63,8 @@ class Ranks:
         so that they hear rank 0's verdict rather than time out beside it.
         """
         self.deadline_s, self.size, self.rank = deadline_s, 1, 0
-        self._round, self._store = 0, None
+        self._round = 0
+        self._store: Any = None
         if dist.is_available() and dist.is_initialized():
             self.size, self.rank = dist.get_world_size(), dist.get_rank()
             Ranks._made += 1
