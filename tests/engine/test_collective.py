@@ -29,11 +29,11 @@ CASES = [
     ("stock-tp1", 2, {"tp": 2, "pp": 1}, 10_000),
     ("plain-tp1", 4, {"tp": 2, "ep": 2}, 50_000),
     ("plain-tp2", 8, {"ep": 8}, 100_000),
-    ("plain-tp2", 2, {"cp": 2}, 100_000),
+    ("plain-tp2", 4, {"tp": 2}, 100_000),
     ("plain-tp2-ep2", 2, {"pp": 2}, 30_000),
     ("plain-tp2-ep2", 4, {"tp": 2, "ep": 2, "etp": 2}, 100_000),
 ]
-"""Engine, trainer ranks, trainer geometry, bytes of a round."""
+"""Engine, trainer ranks, trainer geometry, bytes of a round. Ranks beyond the geometry are data parallel: replicas."""
 
 
 @pytest.fixture(scope="module")
