@@ -53,7 +53,7 @@ class Settings:
     model: whose published shapes.
     layers: decoder layers; 0 means all.
     repeats: measured refits of each kind, after two that are not.
-    baselines: measured runs of vLLM's transfer and of the loop, after none.
+    baselines: measured runs of vLLM's transfer and of the loop, none of them before; 0 leaves them out.
     engines: which engines.
     out: folder for the record and the plot.
     """
@@ -321,7 +321,7 @@ def main(settings: Settings) -> int:
         ]
         if kind == "mxfp8":
             steps.append(("quantised", lambda b=bench: b.ours("ipc, trainer quantises", "ipc", quantise=True)))  # type: ignore[misc]
-        steps += [("loop", bench.loop), ("native", bench.native)]
+        steps += [("loop", bench.loop), ("native", bench.native)] if settings.baselines else []
         for name, step in steps:
             try:
                 step()

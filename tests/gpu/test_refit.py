@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ if not torch.cuda.is_available():
 from safetensors.torch import load_file  # noqa: E402
 
 from examples.support.tiny_model import save_model  # noqa: E402
-from tests.support.gpu_engine import GRAPHS, Engine  # noqa: E402
+from tests.support.gpu_engine import GRAPHS, ROOT, Engine  # noqa: E402
 from tests.support.loose_sender import LooseSender  # noqa: E402
 from vllm_refit_ext.core.coded import TRAVELLING_SCALE  # noqa: E402
 from vllm_refit_ext.core.errors import RefitError  # noqa: E402
@@ -197,4 +200,76 @@ def test_stale_memory_is_found(started):
     sender.buffers[5] = moved
     sender.refit("moved")
     assert sender.verify()
+    sender.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("wire_name", "bucket"), [("ipc_staged", 64 << 20), ("ipc_staged", 100_000), ("shm", 0)])
+def test_other_wires_give_the_same_bytes(started, fresh, monkeypatch, kind, wire_name, bucket):
+    """Staged in one bucket and in many, and uploaded from the host's shared memory."""
+    from vllm_refit_ext.wires import ipc_staged
+
+    folders, engines = started
+    engine = engines[kind, 0]
+    client = engine.wait()
+    if bucket:
+        monkeypatch.setattr(ipc_staged, "BUCKET_BYTES", bucket)
+    given = weights(folders[1])
+    other = LooseSender(client, {n: 1.5 * t for n, t in given.items()}, wire_name="ipc")
+    other.prepare()
+    other.refit("other")
+    other.close()
+    assert differing(engine.tensors(), fresh[kind][0])
+    sender = LooseSender(client, given, cuts=CUTS, wire_name=wire_name)
+    sender.prepare()
+    for i in range(3):
+        report = sender.refit(f"{wire_name}-{i}")[0]
+    print(kind, wire_name, bucket, report)
+    assert differing(engine.tensors(), fresh[kind][0]) == []
+    assert engine.answers() == fresh[kind][1]
+    sender.close()
+
+
+def test_the_engines_own_reload_in_between(started, fresh):
+    """vLLM reloads from its folder: the next refit asks to prepare anew, and then also writes what the reload left in a second copy."""
+    folders, engines = started
+    engine = engines["mxfp8", 0]
+    client = engine.wait()
+    sender = LooseSender(client, weights(folders[1]), wire_name="ipc")
+    sender.prepare()
+    sender.refit("before")
+    engine.ask("reload_weights")
+    try:
+        sender.refit("after")
+    except RefitError as error:
+        print("after the engine's own reload:", error)
+        assert "prepare" in str(error)
+        assert client.status()[0].state == "ready"
+        sender.prepare()
+        sender.refit("prepared anew")
+    engine.ask("engine:reset_prefix_cache")
+    assert engine.answers() == fresh["mxfp8"][1]
+    now = engine.tensors()
+    shared = now.keys() & fresh["mxfp8"][0].keys()
+    assert [n for n in shared if now[n][0] != fresh["mxfp8"][0][n][0] and "workspace" not in n] == []
+    sender.close()
+
+
+def test_a_trainer_that_dies_is_noticed(started, fresh):
+    """Killed between two buckets: the engine says so, is torn and lives; the next trainer heals it."""
+    folders, engines = started
+    engine = engines["bf16", 0]
+    client = engine.wait()
+    command = [sys.executable, "-m", "tests.support.gpu_jobs", client._url, str(folders[1])]
+    assert subprocess.run(command, cwd=ROOT, timeout=120, check=False).returncode == 9
+    end = time.monotonic() + 60
+    while client.status()[0].state != "torn" and time.monotonic() < end:
+        time.sleep(0.1)
+    status = client.status()[0]
+    assert status.state == "torn"
+    assert any("ended" in p.what for p in status.problems)
+    sender = LooseSender(client, weights(folders[1]), wire_name="ipc")
+    sender.prepare()
+    sender.refit("healed")
+    assert differing(engine.tensors(), fresh["bf16"][0]) == []
     sender.close()

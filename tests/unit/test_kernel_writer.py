@@ -13,6 +13,7 @@ from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.mxfp8 import quantize
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.receiver import kernel_writer
 from vllm_refit_ext.receiver.held import HeldParam
 from vllm_refit_ext.receiver.kernel_moves import unfit
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
@@ -181,3 +182,19 @@ def test_plain_parameters_cast():
     param = torch.zeros(6, 10, dtype=torch.bfloat16)
     KernelWriter(plan, {"p": param}, {}, torch.device("cpu")).write(Memory([x]))
     assert torch.equal(param, x.bfloat16())
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_sources_on_the_host_come_in_parts(coded, monkeypatch):
+    """As into a GPU from shared memory: uploaded a few at a time, scales with their codes, the same bytes."""
+    coding = Coding("trtllm_moe", "ceil")
+    plan, sources, _ = experts_plan(coded, coding, 2)
+    whole, parts = engine_param(coding), engine_param(coding)
+    KernelWriter(plan, {}, {"m.w13_weight": whole}, torch.device("cpu")).write(Memory(sources))
+    monkeypatch.setattr(kernel_writer, "UPLOAD_BYTES", 100_000)
+    monkeypatch.setattr(KernelWriter, "_on_host", lambda self, reader: isinstance(reader, Memory))
+    writer = KernelWriter(plan, {}, {"m.w13_weight": parts}, torch.device("cpu"))
+    writer.write(Memory(sources))
+    assert len(writer._parts) > 1
+    assert torch.equal(whole.values, parts.values)
+    assert torch.equal(whole.scales[0], parts.scales[0])

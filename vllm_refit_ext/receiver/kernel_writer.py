@@ -29,6 +29,20 @@ ALIGNED = 16
 """Bytes; a source whose address is a multiple of it takes the fast kernels."""
 
 
+UPLOAD_BYTES = 256 << 20
+"""Bytes of source buffers that are brought to the device at a time when they lie on the host; a larger buffer comes alone."""
+
+
+class _Uploaded:
+    """Source buffers that were brought to the device."""
+
+    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        return self._tensors[buffer]
+
+
 class KernelWriter:
     """Executes a rank's moves into plain, MXFP8 and dequantised parameters. Every parameter keeps its `data_ptr`.
 
@@ -54,6 +68,7 @@ class KernelWriter:
         self._table: Table | None = None
         self._alignment: dict[int, int] = {}
         self._token: object = None
+        self._parts: list[tuple[KernelWriter, list[int]]] = []
 
     def _ends_as_float(self, move: int) -> bool:
         buffer = self.plan.targets[int(self.plan.target[move])]
@@ -71,6 +86,10 @@ class KernelWriter:
 
     def write(self, reader: Memory) -> None:
         """Execute all moves and wait for them. Raises LayoutError that names tensors with NaN or Inf where they were quantised."""
+        if self._moves and self._on_host(reader):
+            for part, buffers in self._parts or self._cut_in_parts():
+                part.write(_Uploaded({b: reader.memory(b).to(self.device) for b in buffers}))
+            return
         if self._moves:
             table = self._bound(reader)
             table.launch()
@@ -90,6 +109,31 @@ class KernelWriter:
         report = verify(self._moves, [*sources, *self._targets()], sample=sample, seed=seed)
         report.raise_if_wrong()
         return report.moves
+
+    def _on_host(self, reader: Memory) -> bool:
+        """Whether the sources lie in memory that this device's kernels do not read."""
+        return self.device.type == "cuda" and not hasattr(reader, "address") and reader.memory(self._used[0]).device.type != "cuda"
+
+    def _cut_in_parts(self) -> list[tuple[KernelWriter, list[int]]]:
+        """Writers for groups of source buffers that are uploaded together, with the numbers of these; scales go with their codes."""
+        plan, group, groups, size = self.plan, list[int](), list[list[int]](), 0
+        for number in self._used:
+            if group and size + plan.sources[number].nbytes > UPLOAD_BYTES:
+                groups.append(group)
+                group, size = [], 0
+            group.append(number)
+            size += plan.sources[number].nbytes
+        groups.append(group)
+        index = {name: i for i, name in enumerate(plan.names)}
+        codes_of = {index[t.scale]: i for i, t in enumerate(plan.manifest.tensors.values()) if t.scale}
+        owner = np.array([codes_of.get(i, -1) for i in range(len(plan.names))], np.int64)[plan.tensor]
+        for group in groups:
+            mine = np.isin(plan.source, group) & (owner < 0)
+            part = plan.select(mine | np.isin(owner, plan.tensor[mine]))
+            if len(part):
+                writer = KernelWriter(part, self._params, self._held, self.device)
+                self._parts.append((writer, np.unique(part.source).tolist()))
+        return self._parts
 
     def _bound(self, reader: Memory) -> Table:
         token = getattr(reader, "token", None)

@@ -77,7 +77,7 @@ class Targets(msgspec.Struct):
 def _identity(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (tensor.data_ptr(), tensor.shape, tensor.dtype)
 
 
 def _slots(model: nn.Module, params: Iterable[str], held: Iterable[str]) -> list[Any]:
