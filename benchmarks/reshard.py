@@ -1,13 +1,15 @@
-"""Shard to shard against packed broadcast, in one run: bytes and seconds. NCCL where there is a GPU for every rank, gloo elsewhere.
+"""Shard to shard against packed broadcast, in one run: bytes and seconds. NCCL where there is a GPU for every rank, gloo
+elsewhere.
 
     python benchmarks/reshard.py                                # 4 trainer ranks (EP4) to 2 engine ranks (TP2), gloo
     python benchmarks/reshard.py --trainers 1 --engines 1 --hidden 2048 --inner 768 --layers 24 --experts 64      # two GPUs
 
-A mixture of experts is cut over the trainers by expert and over the engines by tensor parallelism. "shard" is wire `collective` as
-the product runs it: each engine rank gets its own slices from the ranks that hold them. "broadcast" is the usual way: trainer rank 0
-collects whole tensors, packs them into buckets of the same size, and broadcasts each bucket to all engine ranks, which keep their
-slices. Both end with the same bytes in the same places, which is checked. "link" is one pair of ranks sending buckets and nothing else:
-what this link can do in this run. Seconds are of the slowest rank, medians of `repeat`; bytes are what all ranks received.
+A mixture of experts is cut over the trainers by expert and over the engines by tensor parallelism. "shard" is wire `collective`
+as the product runs it: each engine rank gets its own slices from the ranks that hold them. "broadcast" is the usual way:
+trainer rank 0 collects whole tensors, packs them into buckets of the same size, and broadcasts each bucket to all engine ranks,
+which keep their slices. Both end with the same bytes in the same places, which is checked. "link" is one pair of ranks sending
+buckets and nothing else: what this link can do in this run. Seconds are of the slowest rank, medians of `repeat`; bytes are
+what all ranks received.
 """
 
 from __future__ import annotations
@@ -183,7 +185,7 @@ class Rank:
         """One refit by packed broadcast; bytes that this rank received."""
         received = 0
         by_name = {self.plan.names[int(t)]: i for i, t in enumerate(self.plan.tensor)} if not self.is_trainer else {}
-        for number, bucket in enumerate(self.buckets):
+        for bucket in self.buckets:
             at = 0
             sends: list[Parcel] = []
             receives: list[Parcel] = []
@@ -217,7 +219,9 @@ class Rank:
         return received
 
     def link(self, name: str) -> int:
-        """The link alone: `LINK_BUCKETS` buckets from trainer rank 0 to engine rank 0, two in flight; bytes that this rank received."""
+        """The link alone: `LINK_BUCKETS` buckets from trainer rank 0 to engine rank 0, two in flight; bytes that this rank
+        received.
+        """
         tickets: list[Any] = []
         if self.rank not in (0, self.o.trainers):
             return 0
@@ -323,7 +327,8 @@ def main() -> int:
         "bucket_bytes": o.bucket,
     }
     print(
-        f"{o.backend}, {o.trainers} trainer ranks to {o.engines} engine ranks, model of {size / 1e6:.1f} MB, buckets of {o.bucket / 1e6:.1f} MB"
+        f"{o.backend}, {o.trainers} trainer ranks to {o.engines} engine ranks, "
+        f"model of {size / 1e6:.1f} MB, buckets of {o.bucket / 1e6:.1f} MB"
     )
     for way in ("shard", "broadcast", "link"):
         slowest = [max(r[way]["seconds"][i] for r in results) for i in range(o.repeat)]
@@ -331,7 +336,8 @@ def main() -> int:
         median = statistics.median(slowest)
         summary[way] = {"seconds": median, "all_seconds": slowest, "bytes": received, "gb_per_s": received / median / 1e9}
         print(
-            f"{way:>9}: {median * 1e3:9.2f} ms (from {min(slowest) * 1e3:.2f} to {max(slowest) * 1e3:.2f}), {received / 1e6:9.1f} MB, {received / median / 1e9:.2f} GB/s"
+            f"{way:>9}: {median * 1e3:9.2f} ms (from {min(slowest) * 1e3:.2f} to {max(slowest) * 1e3:.2f}), "
+            f"{received / 1e6:9.1f} MB, {received / median / 1e9:.2f} GB/s"
         )
     print(json.dumps(summary))
     return 0

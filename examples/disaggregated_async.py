@@ -1,17 +1,18 @@
-"""Disaggregated asynchronous reinforcement learning: trainer and engine apart, sampling one step ahead, weights handed over in flight.
+"""Disaggregated asynchronous reinforcement learning: trainer and engine apart, sampling one step ahead, weights handed over in
+flight.
 
     python examples/disaggregated_async.py            # on a CPU, some minutes
 
 The engine is a `vllm serve` process; the trainer is two Megatron ranks in a process group of their own. They share no group and
-no memory: weights travel shard to shard over wire `collective`. While the trainer takes a step on one batch, the engine samples the
-next one, and the refit arrives while its requests run. What that means:
+no memory: weights travel shard to shard over wire `collective`. While the trainer takes a step on one batch, the engine samples
+the next one, and the refit arrives while its requests run. What that means:
 
-- Tokens sampled before the commit come from the old weights, tokens after it from the new ones. The commit falls between two decoding
-  steps, on all ranks of the engine at once.
+- Tokens sampled before the commit come from the old weights, tokens after it from the new ones. The commit falls between two
+  decoding steps, on all ranks of the engine at once.
 - `caches="reset_running"`: running requests are preempted at the commit and their keys and values computed anew, so a token
   sampled after the commit depends on the new weights alone. (`"keep"` would go on with the old keys and values.)
-- A batch is trained at most one step after the weights that sampled its oldest token. The loss corrects for that with the ratio of
-  the trainer's probability to the one that the engine reported for each token, cut off at `MAX_RATIO`.
+- A batch is trained at most one step after the weights that sampled its oldest token. The loss corrects for that with the ratio
+  of the trainer's probability to the one that the engine reported for each token, cut off at `MAX_RATIO`.
 
 Writes a JSON record. Exits with 1 when the reward did not rise or a batch was older than one step.
 """
@@ -73,8 +74,8 @@ class Settings:
 
 @dataclass
 class Step:
-    """One row of the record. `oldest`, `newest`: steps whose weights sampled the batch's first and last tokens. `in_flight`: whether
-    requests ran while the refit before this step's end was committed. `bytes`: what that refit moved."""
+    """One row of the record. `oldest`, `newest`: steps whose weights sampled the batch's first and last tokens. `in_flight`:
+    whether requests ran while the refit before this step's end was committed. `bytes`: what that refit moved."""
 
     step: int
     reward: float
@@ -140,7 +141,9 @@ class Sampler:
         self._pool = ThreadPoolExecutor(1)
 
     def start(self) -> Future[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        """Begin a batch: tokens [answers, prompt + answer], log-probabilities [answers, answer], steps of its oldest and newest weights."""
+        """Begin a batch: tokens [answers, prompt + answer], log-probabilities [answers, answer], steps of its oldest and newest
+        weights.
+        """
         return self._pool.submit(self._sample)
 
     def _sample(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -161,7 +164,9 @@ class Trainer(sync.Trainer):
     """The trainer of the synchronous example with a loss for batches that older weights sampled."""
 
     def step_on(self, tokens: torch.Tensor, prompt: int, advantage: torch.Tensor, sampled: torch.Tensor) -> None:
-        """One step on this rank's share. tokens [n, length], advantage [n], sampled [n, answer]: the engine's log-probabilities."""
+        """One step on this rank's share. tokens [n, length], advantage [n], sampled [n, answer]: the engine's
+        log-probabilities.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         n, length = tokens.shape
@@ -240,7 +245,8 @@ def run_rank(folder: Path, url: str, values: dict[str, Any]) -> list[dict[str, A
         if rank == 0:
             flight = "in flight" if row.in_flight else ""
             console.print(
-                f"step {step:3d}  reward {row.reward:.3f}  weights {oldest}..{newest}  refit {row.refit_s:.2f} s  {row.bytes} B  {flight}"
+                f"step {step:3d}  reward {row.reward:.3f}  weights {oldest}..{newest}  "
+                f"refit {row.refit_s:.2f} s  {row.bytes} B  {flight}"
             )
     if pending:
         pending.result()

@@ -41,8 +41,8 @@ class Calls:
     def reports(self, transfer: RefitError | None, timeout_s: float) -> list[list[UpdateReport]]:
         """Every engine's reports. transfer: what this rank's own sending failed with.
 
-        Raises one error with the problems of `transfer` and of all calls, in the class of the first; DeadlineError for a call that
-        has not returned after `timeout_s` seconds.
+        Raises one error with the problems of `transfer` and of all calls, in the class of the first; a call that has not returned
+        after `timeout_s` seconds counts as DeadlineError.
         """
         end = time.monotonic() + timeout_s
         errors = [transfer] if transfer is not None else []

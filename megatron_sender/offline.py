@@ -1,7 +1,7 @@
 """What every rank of a trainer would hold, from a recipe: no GPU, no weights, no process but this one.
 
-The model of each pipeline stage is Megatron's own, built once on the meta device, and its parameters go through the same source map
-that a live trainer makes. Ranks of one stage hold tensors of equal shapes; they differ in their numbers within the
+The model of each pipeline stage is Megatron's own, built once on the meta device, and its parameters go through the same source
+map that a live trainer makes. Ranks of one stage hold tensors of equal shapes; they differ in their numbers within the
 parallel groups, which the bridge's mappings ask for, so a rank is played by telling them its numbers.
 """
 

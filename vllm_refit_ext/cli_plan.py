@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import warnings
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 
 def plan_recipe(path: Path) -> PlanReport:
-    """The plan of the recipe in `path` at full size. Needs Megatron and vLLM, no GPU. Raises ConfigError, PlanError, RouteError."""
+    """The plan of the recipe in `path` at full size. Needs Megatron and vLLM, no GPU. Raises ConfigError, PlanError,
+    RouteError.
+    """
     from megatron_sender.config_load import load_recipe
     from megatron_sender.offline import trainer_placements
     from megatron_sender.preflight import check_refit_support
@@ -70,13 +73,11 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
         computed = {name: why for r in routes for name, why in r.computed.items()}
         held = _quantised(recipe, engine)
         tables = [_targets(r, manifest) for r in routes]
+        path_of = functools.partial(_path, computed=computed, held=held, recipe=recipe, engine=engine)
+        coded = held if recipe.refit.prequantize else _nothing
         for _ in range(engine.count * engine.dp):
             plan = build_plan(manifest, sources, concatenate([_as_rank(t, first + i) for i, t in enumerate(tables)]))
-            tally.add(
-                plan,
-                lambda name: _path(name, computed, held, recipe, engine),
-                lambda name: recipe.refit.prequantize and held(name),
-            )
+            tally.add(plan, path_of, coded)
             read |= {plan.names[t] for t in np.unique(plan.tensor)}
             first += len(tables)
         for r in routes:

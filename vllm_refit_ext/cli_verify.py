@@ -31,7 +31,9 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def ask(urls: Sequence[str]) -> Answer:
-    """Status and digests of every rank. Raises WireError for a server that can't be reached, VerifyError for ranks without digests."""
+    """Status and digests of every rank. Raises WireError for a server that can't be reached, VerifyError for ranks without
+    digests.
+    """
     engines = []
     for url in urls:
         client = HTTPClient(url)

@@ -1,7 +1,8 @@
-"""A plan for people: what goes where, bytes of every rank and edge, which path tensors take and why, and seconds from link speeds.
+"""A plan for people: what goes where, bytes of every rank and edge, which path tensors take and why, and seconds from link
+speeds.
 
-The seconds are a floor. Every byte crosses the slowest link of its way once, a GPU's links work at the given speed all the time, and
-nothing else takes time.
+The seconds are a floor. Every byte crosses the slowest link of its way once, a GPU's links work at the given speed all the
+time, and nothing else takes time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ MXFP8_BYTES = 33 / 32
 
 
 class Path(msgspec.Struct, frozen=True):
-    """Tensors that take the same path for the same reason. nbytes: what travels for them to all engine ranks. example: one name."""
+    """Tensors that take the same path for the same reason. nbytes: what travels for them to all engine ranks. example: one
+    name.
+    """
 
     path: str
     why: str
@@ -33,7 +36,9 @@ class Path(msgspec.Struct, frozen=True):
 
 
 class Links(msgspec.Struct, frozen=True):
-    """Bytes a second of one direction: within a GPU (read plus written), to a GPU of the same host, to another host. None: unknown."""
+    """Bytes a second of one direction: within a GPU (read plus written), to a GPU of the same host, to another host. None:
+    unknown.
+    """
 
     copy: float | None = None
     host: float | None = None
@@ -41,8 +46,8 @@ class Links(msgspec.Struct, frozen=True):
 
 
 class PlanReport(msgspec.Struct, frozen=True):
-    """sent, received: bytes by trainer rank and by engine rank. edges: every pair that exchanges any. seconds: the floor, or None with
-    `seconds_need`, the speed that is missing. bottleneck: the GPU and direction that the floor comes from."""
+    """sent, received: bytes by trainer rank and by engine rank. edges: every pair that exchanges any. seconds: the floor, or
+    None with `seconds_need`, the speed that is missing. bottleneck: the GPU and direction that the floor comes from."""
 
     recipe: str
     wire: str

@@ -1,4 +1,6 @@
-"""Trainers and plans without a GPU: what is told for a rank is what that rank would hold, and shipped recipes plan at full size."""
+"""Trainers and plans without a GPU: what is told for a rank is what that rank would hold, and shipped recipes plan at full
+size.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Wire `collective` on gloo between real trainers and real engines: exact answers, and on every edge the plan's bytes to the byte."""
+"""Wire `collective` on gloo between real trainers and real engines: exact answers, and on every edge the plan's bytes to the
+byte.
+"""
 
 from __future__ import annotations
 

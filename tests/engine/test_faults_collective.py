@@ -1,4 +1,6 @@
-"""Faults of wire `collective` on real engines: everyone hears the same in time, a torn engine says so, and the next refit works."""
+"""Faults of wire `collective` on real engines: everyone hears the same in time, a torn engine says so, and the next refit
+works.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_a_trainer_rank_is_killed(engine: Any, folder: Path, when: str) -> None:
         assert plain(one_by_one(llm)) == wanted, "nothing was written, so the old version serves on"
     elif when == "during":
         assert found == [("torn", "good")] * 2
-        with pytest.raises(Exception, match="torn|mix versions"):
+        with pytest.raises(Exception, match=r"torn|mix versions"):
             one_by_one(llm)
     else:
         assert found == [("ready", "late")] * 2

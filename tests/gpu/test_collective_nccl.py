@@ -1,4 +1,6 @@
-"""Wire `collective` over NCCL between two GPUs: exact, with the plan's bytes; a dead peer is an error, not the end of the process."""
+"""Wire `collective` over NCCL between two GPUs: exact, with the plan's bytes; a dead peer is an error, not the end of the
+process.
+"""
 
 from __future__ import annotations
 

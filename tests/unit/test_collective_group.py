@@ -189,7 +189,7 @@ def test_a_store_that_is_not_there_is_named():
     manifest, sources, targets = tables()
     plan = build_plan(manifest, sources, targets[1])
     told = collective.CollectiveInfo(host="127.0.0.1", port=9, backend="gloo", trainers=2, engines=2, bucket_bytes=64)
-    with pytest.raises((WireError, DeadlineError), match="127.0.0.1:9"):
+    with pytest.raises((WireError, DeadlineError), match=r"127\.0\.0\.1:9"):
         collective.open_reader(UpdateInfo(wire="collective", version="v", session="s", collective=told, deadline_s=3), plan, {})
 
 

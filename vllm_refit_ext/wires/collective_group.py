@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from vllm_refit_ext.core.errors import DeadlineError, RefitError, WireError
 from vllm_refit_ext.wires.collective_meet import Store, local_address, run_until
@@ -80,7 +80,7 @@ class Group:
             )
         except RefitError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever torch raises, it is told as ours
             text = str(error).strip().splitlines()
             got = text[0][:200] if text else type(error).__name__
             do = "see which rank is dead or stopped, and whether the hosts reach each other"
@@ -155,7 +155,7 @@ class Group:
         return WireError(f"a connection to {whom} broke", where=where, got=line, do=do)
 
     def close(self) -> None:
-        """Leave the group; ranks that still wait for this one fail at once with gloo, at their deadline with NCCL. Never waits long."""
+        """Leave the group. Ranks that still wait for this one fail at once with gloo, at their deadline with NCCL."""
         group, self._group = self._group, None
         for ticket in self._tickets:
             ticket.drop()
@@ -168,7 +168,7 @@ class Group:
 def _gloo(store: Any, rank: int, size: int, left: timedelta, address: str, device: torch.device) -> Any:
     from torch.distributed import ProcessGroupGloo
 
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = left
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     options._devices = [
@@ -194,7 +194,7 @@ def _nccl(store: Any, rank: int, size: int, left: timedelta, address: str, devic
         else:
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = before
     # NCCL connects at the first operation, in which every rank must take part, also one that has nothing to move.
-    work = group.allreduce([torch.zeros(1, device=device)])
+    work = group.allreduce([torch.zeros(1, device=device)])  # type: ignore[attr-defined]
     end = time.monotonic() + left.total_seconds()
     while not work.is_completed():
         if time.monotonic() > end:

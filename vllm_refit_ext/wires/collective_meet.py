@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from vllm_refit_ext.core import errors
 from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, WireError
@@ -44,7 +44,9 @@ class Store:
         self.host, self.port = host, port
         self._store: Any = None
         try:
-            self._store = run_until(deadline, "the trainer's store did not answer", self._where, lambda: _connect(host, port, deadline))
+            self._store = run_until(
+                deadline, "the trainer's store did not answer", self._where, lambda: _connect(host, port, deadline)
+            )
         except (DistError, RuntimeError) as error:
             do = "see whether trainer rank 0 is alive and its host and port can be reached from here"
             raise WireError("the trainer's store can't be reached", where=self._where, got=_line(error), do=do) from None
@@ -68,7 +70,7 @@ class Store:
             ) from None
 
     def meet(self, key: str, rank: int, names: Sequence[str], word: bytes, deadline: float) -> list[bytes]:
-        """Meet the other ranks under `key`, new for every meeting. names: of all ranks, for errors. Returns all words in rank order.
+        """Meet the other ranks under `key`, new for every meeting. names: of all ranks, for errors. Returns all words by rank.
 
         Raises on every rank the same error: what a rank stopped the meeting with, or DeadlineError naming who did not come.
         """
@@ -94,7 +96,7 @@ class Store:
         return verdict.words
 
     def stop(self, key: str, error: RefitError, deadline: float) -> RefitError:
-        """End the meeting `key` with `error` for everyone, unless it is decided already. Returns the error that all ranks raise."""
+        """End the meeting `key` with `error` for everyone, unless it is decided. Returns the error that all ranks raise."""
         mine = Verdict(problems=error.problems, kind=type(error).__name__)
         verdict = self.call(lambda store: _decide(store, key, mine), deadline)
         return _error(verdict) if verdict.problems else error
@@ -106,7 +108,7 @@ class Store:
 
 
 def run_until[T](deadline: float, what: str, where: str, work: Callable[[], T]) -> T:
-    """`work()` in a thread, which is left behind when the deadline passes: neither the store's nor a group's calls can be ended."""
+    """`work()` in a thread, left behind when the deadline passes: neither the store's nor a group's calls can be ended."""
     box: list[tuple[bool, Any]] = []
 
     def run() -> None:
@@ -131,8 +133,8 @@ def run_until[T](deadline: float, what: str, where: str, work: Callable[[], T]) 
 def open_store() -> tuple[str, int, Any]:
     """Host a store: its address, its port and torch's object, which must be kept.
 
-    The address is VLLM_REFIT_HOST, else MASTER_ADDR (trainer rank 0's host, for torch), else loopback. The kernel chooses the port,
-    and the socket that got it is the one the store serves on. Raises WireError when the address is not of this host.
+    The address is VLLM_REFIT_HOST, else MASTER_ADDR (trainer rank 0's host, for torch), else loopback. The kernel chooses the
+    port, and the socket that got it is the one the store serves on. Raises WireError when the address is not of this host.
     """
     host = os.environ.get("VLLM_REFIT_HOST") or os.environ.get("MASTER_ADDR") or "127.0.0.1"
     try:

@@ -164,8 +164,8 @@ def _padded(nbytes: int) -> int:
 class Unpacker:
     """An engine rank's end. It is the memory of staged plans: the same moves, with staging buffers as their sources.
 
-    whole: all moves. steps: those in place, a plan a round. A round's bytes are fetched when a buffer of it is first asked for, which
-    gives up those of the round two before; scales alone stay until the end. token: names the memory, which never moves.
+    whole: all moves. steps: those in place, a plan a round. A round's bytes are fetched when a buffer of it is first asked for,
+    which gives up those of the round before; scales alone stay until the end. token: names the memory, which never moves.
     """
 
     def __init__(self, rounds: Rounds, device: torch.device) -> None:
@@ -219,7 +219,7 @@ class Unpacker:
         return self._kept[number] if number < kept else self._ring[(number - kept) % RING]
 
     def _fetch(self) -> None:
-        """Wait for the next round. Its predecessor's bytes were used, since nothing asks for them any more: the buffer travels again."""
+        """Wait for the next round. Its predecessor's bytes were used, since nothing asks for them: the buffer travels again."""
         assert self._transport is not None
         ahead = self._here + (RING if self._here < self.rounds.kept else RING - 1)
         while len(self._flying) <= min(ahead, len(self.rounds.messages) - 1):
@@ -240,7 +240,9 @@ class Unpacker:
         self._flying.append(waiters)
 
     def _staged_plan(self) -> Plan:
-        """All moves as row-major boxes at their place in staging. A buffer for each round and dtype, which is the round's whole staging."""
+        """All moves as row-major boxes at their place in staging. A buffer for each round and dtype: the round's whole
+        staging.
+        """
         plan, rounds = self.rounds.plan, self.rounds
         rank = plan.targets[0].rank if plan.targets else 0
         buffers = [

@@ -40,8 +40,8 @@ class Message(msgspec.Struct, frozen=True):
 class Rounds(msgspec.Struct):
     """The moves into one engine rank, in pieces, in the order of their travel.
 
-    plan: the pieces. number: int64 [n], the round of each. at: int64 [n], bytes from the start of its message. messages: for each
-    round, by source rank. kept: how many of the first rounds are scales. reloads: how many rounds behind these are for the reload.
+    plan: the pieces. number: int64 [n], the round of each. at: int64 [n], bytes from the start of its message. messages: for
+    each round, by source rank. kept: how many of the first rounds are scales. reloads: how many behind these are for the reload.
     """
 
     plan: Plan
@@ -67,7 +67,7 @@ def rounds(plan: Plan, bucket_bytes: int) -> Rounds:
     """The rounds of `plan`, the moves into one engine rank. bucket_bytes: most payload of a round, at least one element."""
     plan = plan.select(np.argsort(_kinds(plan), kind="stable"))
     plan = cut_moves(plan, bucket_bytes)
-    kinds, nbytes, source = _kinds(plan), plan.nbytes, plan.source_rank
+    kinds, nbytes = _kinds(plan), plan.nbytes
     number = np.zeros(len(plan), np.int64)
     borders = np.searchsorted(kinds, [0, 1, 2], side="right")
     ends = np.cumsum(nbytes)
