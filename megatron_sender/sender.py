@@ -299,7 +299,7 @@ class MegatronSender:
 
     def _update_engines(self, version: str, parts: list[bytes]) -> list[bytes]:
         begin = time.perf_counter()
-        field = {self.config.wire: wire(self.config.wire).info(parts)}
+        field: dict[str, Any] = {self.config.wire: wire(self.config.wire).info(parts)}
         engines = [engine.update(info) for engine, info in zip(self._engines, self._messages(version, field), strict=True)]
         verdict = msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines))
         return [verdict] * self.ranks.size
@@ -326,7 +326,8 @@ class MegatronSender:
         name = self.config.wire
 
         def announce(parts: list[bytes]) -> list[bytes]:
-            update = self._messages(version, {name: wire(name).info(parts)})[0]
+            field: dict[str, Any] = {name: wire(name).info(parts)}
+            update = self._messages(version, field)[0]
             return [msgspec.msgpack.encode(update)] * self.ranks.size
 
         update = msgspec.msgpack.decode(self.ranks.exchange(answer_of(publish), announce), type=UpdateInfo)

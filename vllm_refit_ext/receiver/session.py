@@ -275,8 +275,9 @@ class Receiver:
     def _write(self, prepared: Prepared, reader: Reader, sample: int, seed: int) -> None:
         """The engine's own reload first, as it parks all parameters; then boxes in place, a `sample` of them checked at once."""
         self.staged, self._wrote, self._sampled = {}, False, 0
-        staged = isinstance(reader, StagedReader)
-        reload = self._reload_writer(prepared, reader.whole) if staged else prepared.reload
+        reload, steps = prepared.reload, [prepared.plan]
+        if isinstance(reader, StagedReader):
+            reload, steps = self._reload_writer(prepared, reader.whole), list(reader.steps)
         if len(reload.plan):
             reload.staged = lambda move, box: self._note_staged(reload.plan, move, box)
             try:
@@ -286,10 +287,10 @@ class Receiver:
                 raise
             self._wrote = True
         with torch.no_grad():
-            for plan in reader.steps if staged else [prepared.plan]:
+            for plan in steps:
                 writer = self._in_place_writer(prepared, plan)
                 if len(writer.plan):
-                    for buffer in np.unique(writer.plan.source).tolist() if staged else ():
+                    for buffer in np.unique(writer.plan.source).tolist() if isinstance(reader, StagedReader) else ():
                         reader.memory(buffer)  # whatever fails to arrive fails before the write
                     self._wrote = True
                     writer.write(reader)
