@@ -154,8 +154,12 @@ def _build(recipe: Recipe, ground: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         provider.finalize()
         provider.initialize_model_parallel(seed=1)
         provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-        with _OnMeta():
-            chunks = [provider.provide(vp_stage=i if p.vpp else None) for i in range(p.vpp or 1)]
+        try:
+            with _OnMeta():
+                chunks = [provider.provide(vp_stage=i if p.vpp else None) for i in range(p.vpp or 1)]
+        except ImportError as error:
+            do = "install what Megatron asks for; no GPU is needed to plan"
+            raise ConfigError("Megatron can't build this model here", where="model", got=str(error)[:300], do=do) from None
     return bridge, chunks
 
 
