@@ -21,7 +21,7 @@ from vllm_refit_ext.core.table import unpack
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
 from vllm_refit_ext.wires.collective_move import OPERATIONS, Outgoing, Packer, Unpacker
-from vllm_refit_ext.wires.collective_rounds import cut_moves, rounds
+from vllm_refit_ext.wires.collective_rounds import ALIGN, cut_moves, rounds
 
 BUCKETS = (4, 12, 40, 1 << 20)
 
@@ -117,6 +117,8 @@ def travel(plan: Plan, trainers: int, sources: list[torch.Tensor], targets: dict
         except BaseException as error:  # noqa: BLE001 - raised in the test
             failures.append(error)
 
+    for packer in packers:
+        assert packer.staging_bytes <= 2 * (max(bucket, 4) + ALIGN * (OPERATIONS + 1))
     threads = [threading.Thread(target=guarded, args=(send, r), daemon=True) for r in range(trainers)]
     threads += [threading.Thread(target=guarded, args=(receive, r), daemon=True) for r in range(engines)]
     for thread in threads:
@@ -165,6 +167,9 @@ def test_rounds_keep_their_bounds(case, bucket):
             assert payload <= max(bucket, 4)
             assert [m.source for m in messages] == sorted({m.source for m in messages})
             assert payload == int(r.plan.nbytes[r.number == number].sum())
+        most = max(len(m) for m in r.messages) if r.messages else 0
+        room = 2 * (max(bucket, 4) + ALIGN * (most + 1))
+        assert Unpacker(r, torch.device("cpu")).staging_bytes <= room, "two buckets, whatever the plan"
 
 
 @pytest.mark.parametrize("limit", [1, 4, 5, 8, 24, 100, 10**6])
