@@ -23,7 +23,8 @@ def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
 
     Parameters
     ----------
-    json: print one JSON document instead of a table.
+    json:
+        Print one JSON document instead of a table.
 
     Exits with 1 when a finding is a failure.
     """
@@ -45,9 +46,12 @@ def plan(
 
     Parameters
     ----------
-    recipe: a recipe file, such as examples/recipes/qwen3-30b-a3b-mxfp8-ep8-to-tp2.yaml.
-    json: print one JSON document instead of tables; it has every edge.
-    edges: list every edge in the tables too.
+    recipe:
+        A recipe file, such as examples/recipes/qwen3-30b-a3b-mxfp8-ep8-to-tp2.yaml.
+    json:
+        Print one JSON document instead of tables; it has every edge.
+    edges:
+        List every edge in the tables too.
     """
     from vllm_refit_ext.cli_plan import plan_recipe
     from vllm_refit_ext.plan_report import tables
@@ -67,8 +71,10 @@ def verify(url: list[str], /, *, json: Annotated[bool, Parameter(negative=())] =
 
     Parameters
     ----------
-    url: vLLM servers with VLLM_SERVER_DEV_MODE=1, such as http://127.0.0.1:8000.
-    json: print one JSON document instead of a table.
+    url:
+        vLLM servers with VLLM_SERVER_DEV_MODE=1, such as http://127.0.0.1:8000.
+    json:
+        Print one JSON document instead of a table.
 
     Exits with 1 when a rank is torn, ranks serve different versions, or engines of one size differ.
     """
