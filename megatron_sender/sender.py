@@ -63,7 +63,8 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RefitReport(msgspec.Struct, frozen=True):
     """One refit as every trainer rank sees it.
 
-    seconds: `quantise`, `publish` (this rank's part of the wire), `update` (from the call to the engine's commit), `total`. nbytes: what
+    seconds: `quantise`, `publish` (this rank's part of the wire), `transfer` (wire `collective`: until its last byte was taken),
+    `update` (from the call to the engine's commit), `total`. nbytes: what
     travelled to all engine ranks. link: share of the memory copy rate measured at prepare (read and write both counted).
     engines: the reports of all engine ranks, by engine.
     """
