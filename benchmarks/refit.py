@@ -2,10 +2,10 @@
 
     python -m benchmarks.refit --model qwen3-30b-a3b
 
-Trainer-format shards at full published shapes (synthetic weights) and a real vLLM engine (`load_format=dummy`) share one GPU. For a BF16 and
-for an MXFP8 engine the run measures wires `ipc` and `ipc_staged`, MXFP8 quantised by the trainer, vLLM's own IPC transfer, and a loop that
-gathers tensors of the checkpoint into a buffer and has the engine load them, layer by layer. The ceiling is a device-to-device copy
-measured in the same run. Writes a table, a JSON record and a plot.
+Trainer-format shards at full published shapes (synthetic weights) and a real vLLM engine (`load_format=dummy`) share one GPU.
+For a BF16 and for an MXFP8 engine the run measures wires `ipc` and `ipc_staged`, MXFP8 quantised by the trainer, vLLM's own
+IPC transfer, and a loop that gathers tensors of the checkpoint into a buffer and has the engine load them, layer by layer. The
+ceiling is a device-to-device copy measured in the same run. Writes a table, a JSON record and a plot.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Settings:
 
 @dataclass
 class Row:
-    """One way of handing weights over. seconds: median from the call to the commit; worst: the slowest. phases: medians in seconds. moved:
-    bytes read and written at least. share: of the time that a copy of as many bytes takes. trainer_bytes, engine_bytes: peak
-    memory beyond weights."""
+    """One way of handing weights over. seconds: median from the call to the commit; worst: the slowest. phases: medians in
+    seconds. moved: bytes read and written at least. share: of the time that a copy of as many bytes takes. trainer_bytes,
+    engine_bytes: peak memory beyond weights."""
 
     engine: str
     way: str
@@ -234,7 +234,9 @@ class Bench:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated(), self.client.call("bench_memory", (True,))[0]["now"]
 
-    def _add(self, way: str, phases: list[dict[str, float]], plan: Plan | None, before: tuple[int, int], launches: int, extra: int) -> None:
+    def _add(
+        self, way: str, phases: list[dict[str, float]], plan: Plan | None, before: tuple[int, int], launches: int, extra: int
+    ) -> None:
         totals = [p["total"] for p in phases]
         seconds = statistics.median(totals)
         wire_bytes = int(plan.nbytes.sum()) if plan is not None else self.shards.nbytes
@@ -267,12 +269,33 @@ class Bench:
 def report(rows: list[Row], ceiling: float, console: Console) -> None:
     """Print the table."""
     table = Table(title=f"From the call to the commit; a device-to-device copy here: {ceiling:.0f} GB/s read and written")
-    for column in ("engine", "way", "seconds", "worst", "GB/s", "share of the copy", "trainer extra", "engine extra", "launches", "phases, ms"):
+    for column in (
+        "engine",
+        "way",
+        "seconds",
+        "worst",
+        "GB/s",
+        "share of the copy",
+        "trainer extra",
+        "engine extra",
+        "launches",
+        "phases, ms",
+    ):
         table.add_column(column)
     for r in rows:
         phases = ", ".join(f"{k} {1e3 * v:.2f}" for k, v in r.phases.items())
         gib = [f"{b / 2**30:.2f} GiB" for b in (r.trainer_bytes, r.engine_bytes)]
-        table.add_row(r.engine, r.way, f"{r.seconds:.4f}", f"{r.worst:.4f}", f"{r.gbytes_per_s:.0f}", f"{r.share:.2f}", *gib, str(r.launches), phases)
+        table.add_row(
+            r.engine,
+            r.way,
+            f"{r.seconds:.4f}",
+            f"{r.worst:.4f}",
+            f"{r.gbytes_per_s:.0f}",
+            f"{r.share:.2f}",
+            *gib,
+            str(r.launches),
+            phases,
+        )
     console.print(table)
 
 

@@ -39,8 +39,8 @@ MODELS = {"qwen3-30b-a3b": QWEN3_30B}
 
 
 class Shards:
-    """One trainer rank that holds a whole Qwen3-MoE as Megatron-core does: query, key and value interleaved by groups in one matrix,
-    gate and up rows of an expert in one matrix. BF16, random.
+    """One trainer rank that holds a whole Qwen3-MoE as Megatron-core does: query, key and value interleaved by groups in one
+    matrix, gate and up rows of an expert in one matrix. BF16, random.
 
     specs: HF name -> entry. placements: HF boxes in the buffers. tensors: the buffers, in order.
     """
@@ -76,7 +76,14 @@ class Shards:
             at = group * (per + 2) * dim
             for part, first, rows in (("q", 0, per), ("k", per, 1), ("v", per + 1, 1)):
                 count = heads if part == "q" else groups
-                self._rows_of(f"{theirs}.self_attn.{part}_proj.weight", (count * dim, h), group * rows * dim, rows * dim, qkv, at + first * dim)
+                self._rows_of(
+                    f"{theirs}.self_attn.{part}_proj.weight",
+                    (count * dim, h),
+                    group * rows * dim,
+                    rows * dim,
+                    qkv,
+                    at + first * dim,
+                )
         for part in ("q", "k"):
             self._whole(f"{ours}.self_attention.{part}_layernorm.weight", f"{theirs}.self_attn.{part}_norm.weight", (dim,))
         self._whole(f"{ours}.self_attention.linear_proj.weight", f"{theirs}.self_attn.o_proj.weight", (h, heads * dim))
@@ -106,7 +113,8 @@ class Shards:
         self._rows.append(Placement(hf_name, buffer, (first, 0), (first + rows, width), 2 * at * width, (2 * width, 2)))
 
     def gathered(self) -> list[tuple[str, torch.Tensor]]:
-        """HF tensors as a bridge's export gives them, in order: views where a shard holds them whole, new tensors where it does not."""
+        """HF tensors as a bridge's export gives them, in order: views where a shard holds them whole, new tensors where it
+        does not."""
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in self.specs}
         for row in self._rows:
             tensor = self.tensors[row.buffer]

@@ -1,9 +1,9 @@
 """Quantising in the trainer: a rank's shards as E4M3 codes and scales, in place of the tensors that engines hold as MXFP8.
 
-Half the bytes then travel, and a trainer with many engine ranks quantises once instead of each of them. It costs memory for codes and
-scales, 33/64 of the BF16 shards, which stays allocated between refits so that its addresses do. The rule is always "ceil"
-(`core.mxfp8`), so the bits are those of a checkpoint quantised by ModelOpt or TransformerEngine, not those of an engine that quantises by
-another rule while loading.
+Half the bytes then travel, and a trainer with many engine ranks quantises once instead of each of them. It costs memory for
+codes and scales, 33/64 of the BF16 shards, which stays allocated between refits so that its addresses do. The rule is always
+"ceil" (`core.mxfp8`), so the bits are those of a checkpoint quantised by ModelOpt or TransformerEngine, not those of an engine
+that quantises by another rule while loading.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ QUANTISABLE = ("bfloat16", "float32")
 class Prequantised:
     """A rank's offer with `names` quantised.
 
-    specs: the manifest's entries, those of `names` as `mxfp8` with their partners. placements, tensors: what travels, the buffers in the
-    order of the tensors: all of the given ones, then codes and scales of each that holds one of `names`.
+    specs: the manifest's entries, those of `names` as `mxfp8` with their partners. placements, tensors: what travels, the
+    buffers in the order of the tensors: all of the given ones, then codes and scales of each that holds one of `names`.
     """
 
     def __init__(
         self, specs: Mapping[str, TensorSpec], placements: Placements, tensors: Sequence[torch.Tensor], names: Collection[str]
     ) -> None:
-        """specs, placements, tensors: of this rank, unquantised. names: HF names to quantise, on all ranks the same; this one may hold a part.
+        """specs, placements, tensors: of this rank, unquantised. names: HF names to quantise, on all ranks the same; this one
+        may hold a part.
 
         Raises ConfigError that names every tensor that can't be quantised: stored as FP8 already, or cut inside a block of 32.
         """
@@ -61,12 +62,15 @@ class Prequantised:
         self._used = used
         self._codes = [torch.empty(tensors[i].shape, dtype=torch.uint8, device=tensors[i].device) for i in used]
         self._scales = [
-            torch.empty((*t.shape[:-1], t.shape[-1] // BLOCK), dtype=torch.uint8, device=t.device) for t in (tensors[i] for i in used)
+            torch.empty((*t.shape[:-1], t.shape[-1] // BLOCK), dtype=torch.uint8, device=t.device)
+            for t in (tensors[i] for i in used)
         ]
         self.placements = concatenate([placements.select(~coded), *_pairs(placements, coded, used)])
         self._table: Table | None = None
         self._addresses: list[int] = []
-        self._names = [", ".join(sorted({placements.names[t] for t in placements.tensor[placements.buffer == i]})[:2]) for i in used]
+        self._names = [
+            ", ".join(sorted({placements.names[t] for t in placements.tensor[placements.buffer == i]})[:2]) for i in used
+        ]
         self.tensors: list[torch.Tensor] = []
         self._set(tensors)
 
@@ -78,7 +82,8 @@ class Prequantised:
     def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Quantise what `tensors` hold now, in one launch a dtype. Returns `self.tensors`.
 
-        Nothing is done for each tensor while none has moved, beyond looking at its address. Raises LayoutError that names tensors with NaN or Inf. Waits for the device.
+        Nothing is done for each tensor while none has moved, beyond looking at its address. Raises LayoutError that names
+        tensors with NaN or Inf. Waits for the device.
         """
         if not self._used:
             return self.tensors
@@ -88,7 +93,9 @@ class Prequantised:
             self._set(tensors)
             alignment = {3 * i: s.element_size() for i, s in enumerate(sources) if s.data_ptr() % 16}
             moves = [
-                QuantizeMove(strided(_matrix(s), 3 * i), Stack("plain", At(3 * i + 1), At(3 * i + 2), _held(s)), (0, 0), "ceil", name)
+                QuantizeMove(
+                    strided(_matrix(s), 3 * i), Stack("plain", At(3 * i + 1), At(3 * i + 2), _held(s)), (0, 0), "ceil", name
+                )
                 for i, (s, name) in enumerate(zip(sources, self._names, strict=True))
             ]
             self._table, self._addresses = Table(moves, sources[0].device, alignment=alignment), addresses
@@ -106,7 +113,11 @@ def _problems_of(name: str, spec: TensorSpec) -> list[Problem]:
     where = f"tensor {name!r}"
     if spec.dtype not in QUANTISABLE or spec.format != "plain":
         do = "Keep the trainer's parameters in BF16, or leave prequantisation off."
-        return [Problem("the trainer does not store it as numbers that can be quantised", where, spec.dtype, " or ".join(QUANTISABLE), do)]
+        return [
+            Problem(
+                "the trainer does not store it as numbers that can be quantised", where, spec.dtype, " or ".join(QUANTISABLE), do
+            )
+        ]
     if len(spec.shape) < 2 or spec.shape[-1] % BLOCK:
         return [Problem("its last dimension does not split into blocks", where, str(list(spec.shape)), f"a multiple of {BLOCK}")]
     return []
@@ -126,7 +137,9 @@ def _cut_problems(placements: Placements, coded: np.ndarray) -> list[Problem]:
         if len(buffer.shape) < 2 or buffer.shape[-1] % BLOCK or not whole or (steps[:last] % BLOCK).any():
             got = f"columns {lo} to {hi} of buffer {buffer.name!r} {list(buffer.shape)} on trainer rank {buffer.rank}"
             do = "Choose a tensor-parallel size that cuts K at multiples of 32, or leave prequantisation off."
-            found[name] = Problem("the trainer's cut goes through a block along K", f"tensor {name!r}", got, f"multiples of {BLOCK}", do)
+            found[name] = Problem(
+                "the trainer's cut goes through a block along K", f"tensor {name!r}", got, f"multiples of {BLOCK}", do
+            )
     return list(found.values())
 
 
@@ -152,7 +165,14 @@ def _pairs(placements: Placements, coded: np.ndarray, used: list[int]) -> list[P
     merged = concatenate([codes, scales])
     # Both tables name the same buffers; they are numbered once.
     merged = Placements(
-        merged.names, buffers, merged.tensor, merged.buffer % max(1, len(buffers)), merged.lo, merged.hi, merged.offset, merged.strides
+        merged.names,
+        buffers,
+        merged.tensor,
+        merged.buffer % max(1, len(buffers)),
+        merged.lo,
+        merged.hi,
+        merged.offset,
+        merged.strides,
     )
     return [merged]
 

@@ -6,9 +6,9 @@
     ... the engine generates; parameters are off the GPU too ...
     residency.restore()                       # before training goes on
 
-One function, `leaves`, says what moves at which moment; the full and the slim way both ask it, so a setting means the same in both.
-Memory is moved storage by storage: every tensor and view stays the object it was, and gets its memory back in place. The addresses are
-new afterwards, which a wire finds out by itself.
+One function, `leaves`, says what moves at which moment; the full and the slim way both ask it, so a setting means the same in
+both. Memory is moved storage by storage: every tensor and view stays the object it was, and gets its memory back in place. The
+addresses are new afterwards, which a wire finds out by itself.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ PARTS: tuple[Part, ...] = ("gradients", "optimizer", "parameters")
 
 
 class ResidencyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """gradients, optimizer, parameters: whether each may leave. optimizer_on_cpu: the optimizer's state is on the host already, so nothing
-    of it moves. slim: after a refit only what is left to do is done, without a second pass over what left before it.
+    """gradients, optimizer, parameters: whether each may leave. optimizer_on_cpu: the optimizer's state is on the host
+    already, so nothing of it moves. slim: after a refit only what is left to do is done, without a second pass over what left
+    before it.
     """
 
     gradients: bool = True
@@ -43,8 +44,8 @@ class ResidencyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def leaves(config: ResidencyConfig, moment: Moment) -> tuple[Part, ...]:
     """The parts that leave the GPU at a moment.
 
-    Before a refit the parameters stay, since they are what is handed over. After it, `after` goes over everything again, because teacher
-    passes may have brought it back; `after slim` leaves out the gradients, which nothing has touched since.
+    Before a refit the parameters stay, since they are what is handed over. After it, `after` goes over everything again,
+    because teacher passes may have brought it back; `after slim` leaves out the gradients, which nothing has touched since.
     """
     allowed = {
         "gradients": config.gradients and moment != "after slim",
@@ -65,7 +66,9 @@ class Parked(msgspec.Struct):
 class Residency:
     """Moves one rank's training state. Not collective: nothing here communicates."""
 
-    def __init__(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any, config: ResidencyConfig | None = None) -> None:
+    def __init__(
+        self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module, optimizer: Any, config: ResidencyConfig | None = None
+    ) -> None:
         """model_chunks: Megatron's, wrapped in its DDP or not. optimizer: Megatron's, chained or not, or None."""
         self.config = config or ResidencyConfig()
         self._chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
@@ -83,12 +86,14 @@ class Residency:
         return self._move_off(leaves(self.config, "before"))
 
     def after_refit(self) -> int:
-        """Move off what is left, the parameters too. Engines must not map them any more. Returns the bytes that were given back."""
+        """Move off what is left, the parameters too. Engines must not map them any more. Returns the bytes that were given
+        back."""
         return self._move_off(leaves(self.config, "after slim" if self.config.slim else "after"))
 
     @contextlib.contextmanager
     def handing_over(self) -> Iterator[None]:
-        """`before_refit`, the body, `after_refit`, which also runs when the body fails: the engine needs the memory either way."""
+        """`before_refit`, the body, `after_refit`, which also runs when the body fails: the engine needs the memory either
+        way."""
         self.before_refit()
         try:
             yield
@@ -204,16 +209,18 @@ def _wait() -> None:
 
 
 class PinnedSwap:
-    """Other weights in the model for a while, a reference policy's for instance, and the model's own back afterwards, whatever happens.
+    """Other weights in the model for a while, a reference policy's for instance, and the model's own back afterwards, whatever
+    happens.
 
-    Both sets lie in pinned host memory that is kept. Extra state of modules is not touched: setting it may keep the tensor that it is
-    given, which is used again here.
+    Both sets lie in pinned host memory that is kept. Extra state of modules is not touched: setting it may keep the tensor
+    that it is given, which is used again here.
     """
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module, reference: Mapping[str, torch.Tensor]) -> None:
         """reference: tensor by name, `CHUNK.PARAMETER` with the chunk's number, of the parameter's shape and dtype.
 
-        Raises ConfigError that lists every parameter without a tensor, every tensor without a parameter, and every one that does not fit.
+        Raises ConfigError that lists every parameter without a tensor, every tensor without a parameter, and every one that
+        does not fit.
         """
         chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
         self._parameters = {f"{i}.{n}": p for i, chunk in enumerate(chunks) for n, p in chunk.named_parameters()}

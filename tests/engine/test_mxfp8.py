@@ -48,7 +48,11 @@ def addresses(llm) -> dict[str, int]:
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors that differ in a byte."""
     assert a.keys() == b.keys()
-    return [n for n in a if not torch.equal(a[n].contiguous().view(-1).view(torch.uint8), b[n].contiguous().view(-1).view(torch.uint8))]
+    return [
+        n
+        for n in a
+        if not torch.equal(a[n].contiguous().view(-1).view(torch.uint8), b[n].contiguous().view(-1).view(torch.uint8))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,7 @@ def test_mxfp8_travels(engine, folders):
         if name not in names:
             offered[name] = tensor
             continue
-        (codes, scales), = quantize([tensor])
+        ((codes, scales),) = quantize([tensor])
         offered[name], offered[name + TRAVELLING_SCALE] = codes.view(torch.float8_e4m3fn), scales
         specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
         cuts |= {name: (0, 2), name + TRAVELLING_SCALE: (1, 2)}
@@ -145,7 +149,7 @@ def test_a_missing_partner_is_refused(engine, folders):
     """Codes without their scales make no plan."""
     given = weights(folders[1])
     name = "model.layers.0.self_attn.o_proj.weight"
-    (codes, _), = quantize([given[name]])
+    ((codes, _),) = quantize([given[name]])
     offered = {**given, name: codes.view(torch.float8_e4m3fn)}
     spec = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
     with pytest.raises(PlanError, match="scale tensor is missing"):

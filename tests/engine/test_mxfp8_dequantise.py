@@ -24,12 +24,17 @@ def folder(tmp_path_factory):
 def test_an_engine_without_mxfp8_dequantises(folder):
     """A stock CPU engine holds no MXFP8: what the configuration names travels as MXFP8 and is dequantised on arrival."""
     name = "model.layers.0.mlp.experts.1.gate_proj.weight"
-    with open_llm(folder, dtype="bfloat16", in_process=True, extension="tests.support.plain_cpu.PlainCpuExtension") as llm, bridge(llm) as url:
+    with (
+        open_llm(folder, dtype="bfloat16", in_process=True, extension="tests.support.plain_cpu.PlainCpuExtension") as llm,
+        bridge(llm) as url,
+    ):
         results = run_ranks(hand_over, 2, str(folder), {"ep": 2}, url, {"quantise": (name,)})
         assert results[0]["coded"] == [name]
         w13 = next(t for n, t in live(llm).items() if n.startswith("model.layers.0.") and n.endswith("w13_weight"))
     codes, scales = quantize(weights(folder)[name].float().numpy())
-    values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.exp2(torch.from_numpy(scales).float() - 127).repeat_interleave(32, 1)
+    values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.exp2(
+        torch.from_numpy(scales).float() - 127
+    ).repeat_interleave(32, 1)
     assert torch.equal(w13[1, : values.shape[0]], values.bfloat16())
 
 

@@ -109,24 +109,27 @@ def test_a_cut_through_a_block_needs_the_trainer_to_quantise(engine, folders):
     """The loader takes E4M3 only, so a BF16 tensor that can't be quantised in one pass has no way in: it is refused by name."""
     name = "model.layers.1.self_attn.o_proj.weight"
     sender = LooseSender(LLMClient(engine), weights(folders[0][1]), cuts={name: (1, 7)})
-    with pytest.raises(PlanError, match="let the trainer quantise|Let the trainer quantise") as caught:
+    with pytest.raises(PlanError, match=r"[Ll]et the trainer quantise") as caught:
         sender.prepare()
     assert [p for p in caught.value.problems if name in p.where]
 
 
 def test_the_engines_own_reload_in_between(engine, folders, fresh):
-    """vLLM's own reload may leave scales twice: the next refit notices or writes both, and the engine equals a fresh one again."""
+    """vLLM's own reload may leave scales twice: the next refit notices or writes both, and the engine equals a fresh one
+    again."""
     sender = LooseSender(LLMClient(engine), weights(folders[0][1]))
     sender.prepare()
     sender.refit("before")
     engine.collective_rpc("reload_weights")
     assert same({n: t for n, t in live(engine).items() if n in fresh}, fresh), "the folder holds other weights"
+    asked = ""
     try:
         sender.refit("after")
     except RefitError as error:
-        assert "prepare" in str(error)
+        asked = str(error)
         sender.prepare()
         sender.refit("prepared anew")
+    assert not asked or "prepare" in asked
     now = live(engine)
     assert same({n: t for n, t in now.items() if n in fresh}, fresh) == []
     sender.close()

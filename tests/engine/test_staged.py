@@ -1,4 +1,5 @@
-"""Wire `ipc_staged` to real engines: buckets of any size, cut tensors, scales apart from their codes; the result is the same bytes."""
+"""Wire `ipc_staged` to real engines: buckets of any size, cut tensors, scales apart from their codes; the result is the same
+bytes."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_a_trainer_that_stops_is_noticed(engine, monkeypatch):
 
     sender._sender._pack = stop_at_four
     begin = time.monotonic()
-    with pytest.raises(RefitError, match="gave up|fails here"):
+    with pytest.raises(RefitError, match=r"gave up|fails here"):
         sender.refit("broken")
     assert time.monotonic() - begin < 60
     assert LLMClient(llm).status()[0].state == "torn"

@@ -51,7 +51,9 @@ def started(tmp_path_factory):
     logs = Path(os.environ.get("OUT", base))
     folders = [save_model("qwen3_moe", base / str(seed), seed=seed, dtype="bfloat16", **SIZES) for seed in (0, 1)]
     engines = {
-        (kind, i): Engine(folders[i], logs / f"engine-{kind}-{i}.log", **GRAPHS, **more, **({"enable_sleep_mode": True} if i == 0 else {}))
+        (kind, i): Engine(
+            folders[i], logs / f"engine-{kind}-{i}.log", **GRAPHS, **more, **({"enable_sleep_mode": True} if i == 0 else {})
+        )
         for kind, more in KINDS.items()
         for i in (0, 1)
     }
@@ -231,7 +233,8 @@ def test_other_wires_give_the_same_bytes(started, fresh, monkeypatch, kind, wire
 
 
 def test_the_engines_own_reload_in_between(started, fresh):
-    """vLLM reloads from its folder: the next refit asks to prepare anew, and then also writes what the reload left in a second copy."""
+    """vLLM reloads from its folder: the next refit asks to prepare anew, and then also writes what the reload left in a second
+    copy."""
     folders, engines = started
     engine = engines["mxfp8", 0]
     client = engine.wait()
@@ -239,14 +242,16 @@ def test_the_engines_own_reload_in_between(started, fresh):
     sender.prepare()
     sender.refit("before")
     engine.ask("reload_weights")
+    asked = ""
     try:
         sender.refit("after")
     except RefitError as error:
         print("after the engine's own reload:", error)
-        assert "prepare" in str(error)
+        asked = str(error)
         assert client.status()[0].state == "ready"
         sender.prepare()
         sender.refit("prepared anew")
+    assert not asked or "prepare" in asked
     engine.ask("engine:reset_prefix_cache")
     assert engine.answers() == fresh["mxfp8"][1]
     now = engine.tensors()

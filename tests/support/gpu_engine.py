@@ -31,7 +31,9 @@ SETTINGS: dict[str, Any] = {
     "worker_extension_cls": "tests.support.gpu_probe.ProbeExtension",
     "seed": 0,
 }
-GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}}
+GRAPHS: dict[str, Any] = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+}
 EAGER: dict[str, Any] = {"enforce_eager": True}
 
 
@@ -44,7 +46,9 @@ class Engine:
         command = [sys.executable, "-m", "tests.support.gpu_engine", str(folder), json.dumps(SETTINGS | settings)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}
         with log.open("wb") as sink:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=sink, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=sink, stderr=subprocess.STDOUT
+            )
         self._client: HTTPClient | None = None
 
     def wait(self, seconds: float = 240.0) -> HTTPClient:
@@ -97,7 +101,9 @@ class _Whole:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> list[Any]:
         if method.startswith("engine:"):
             answer = getattr(self._llm, method.removeprefix("engine:"))(*args, **(kwargs or {}))
             return [answer if isinstance(answer, bool | int | str | type(None)) else str(answer)]

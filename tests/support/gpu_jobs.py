@@ -1,6 +1,6 @@
 """A trainer process for GPU tests that ends in the middle of a refit.
 
-    python -m tests.support.gpu_jobs URL FOLDER        packs a few buckets for the engine at URL, then dies
+python -m tests.support.gpu_jobs URL FOLDER        packs a few buckets for the engine at URL, then dies
 """
 
 from __future__ import annotations

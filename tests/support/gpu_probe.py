@@ -17,7 +17,9 @@ class ProbeExtension(RefitWorkerExtension):
     def probe_tensors(self) -> dict[str, list[Any]]:
         """Name -> [sha256, address, dtype, shape] of every tensor of the model."""
         model: Any = self.model_runner.model  # type: ignore[attr-defined]
-        return {n: [sha(t), t.data_ptr(), str(t.dtype), list(t.shape)] for n, t in inventory.tensors(model).items() if not t.is_meta}
+        return {
+            n: [sha(t), t.data_ptr(), str(t.dtype), list(t.shape)] for n, t in inventory.tensors(model).items() if not t.is_meta
+        }
 
     def probe_kernels(self) -> dict[str, int]:
         """Quantisation methods with their kernels, and how many modules have each."""
@@ -33,7 +35,11 @@ class ProbeExtension(RefitWorkerExtension):
     def probe_memory(self) -> dict[str, int]:
         """Bytes that torch holds, and free bytes of the device."""
         torch.cuda.synchronize()
-        return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(), "free": torch.cuda.mem_get_info()[0]}
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+            "free": torch.cuda.mem_get_info()[0],
+        }
 
     def probe_update(self, info: Any, repeats: int = 1) -> list[Any]:
         """Run an update `repeats` times inside the worker; seconds of each by phase, without the way there."""

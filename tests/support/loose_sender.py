@@ -1,4 +1,5 @@
-"""A trainer without Megatron: tensors of any cut, offered over any wire to an engine of this process, in the words of the product.
+"""A trainer without Megatron: tensors of any cut, offered over any wire to an engine of this process, in the words of the
+product.
 
 It lets tests choose what no real trainer does (cuts, formats, missing partners) and lets benchmarks make shards of any size.
 """
@@ -48,7 +49,10 @@ class LooseSender:
     ) -> None:
         self.engine, self.wire_name, self.resident, self.deadline_s = engine, wire_name, resident, deadline_s
         self.manifest = Manifest(
-            {n: (specs or {}).get(n) or TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+            {
+                n: (specs or {}).get(n) or TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
+                for n, t in tensors.items()
+            }
         )
         self.buffers: list[torch.Tensor] = []
         rows: list[Placement] = []

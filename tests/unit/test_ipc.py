@@ -1,4 +1,5 @@
-"""Wire `ipc` without a GPU: what is told, kept, found stale and closed. CUDA's calls are stood in for by memory of this process."""
+"""Wire `ipc` without a GPU: what is told, kept, found stale and closed. CUDA's calls are stood in for by memory of this
+process."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def test_mappings_close_unless_the_trainer_stays(device, plan, monkeypatch):
 
 
 def test_stale_memory_is_found(device, plan, monkeypatch):
-    """A message of an earlier refit, memory that is dropped while it is read, handles that were never sent: nothing is left open."""
+    """A message of an earlier refit, memory that is dropped while it is read, handles that were never sent: nothing is left
+    open."""
     both, held, maps = senders(plan), tensors(), ipc.Maps()
     old = begin(both, held, monkeypatch)
     now = begin(both, held, monkeypatch)

@@ -34,7 +34,8 @@ class Memory:
 
 
 def experts_plan(coded: bool, coding: Coding, cuts: int = 1):
-    """gate and up of every expert into one w13 [E, 2 I, H]; sources are rows of `cuts` shards. Returns plan, sources, whole tensors."""
+    """gate and up of every expert into one w13 [E, 2 I, H]; sources are rows of `cuts` shards. Returns plan, sources, whole
+    tensors."""
     torch.manual_seed(coded)
     item = 1 if coded else 2
     specs, rows, buffers, sources, targets, names = {}, [], [], [], [], []
@@ -91,7 +92,10 @@ def test_experts_equal_the_reference(layout, rule, coded, cuts):
     writer = KernelWriter(plan, {}, {"m.w13_weight": one}, torch.device("cpu"))
     for _ in range(2):
         writer.write(Memory(sources))
-    fused = [np.stack([np.concatenate([whole[f"{e}.{p}.weight"][i].numpy() for p in ("gate", "up")]) for e in range(E)]) for i in (1, 2)]
+    fused = [
+        np.stack([np.concatenate([whole[f"{e}.{p}.weight"][i].numpy() for p in ("gate", "up")]) for e in range(E)])
+        for i in (1, 2)
+    ]
     values, scales = to_kernel(layout, *fused, gated=layout == "trtllm_moe")
     assert np.array_equal(one.values.numpy(), values)
     for held in one.scales:

@@ -14,7 +14,9 @@ from vllm_refit_ext.core.errors import ConfigError, SessionError
 @pytest.mark.parametrize("values", itertools.product((False, True), repeat=5))
 def test_every_setting_means_the_same_at_every_moment(values):
     """Slim differs from full in the gradients only; no moment moves what a setting forbids."""
-    config = ResidencyConfig(**dict(zip(("gradients", "optimizer", "parameters", "optimizer_on_cpu", "slim"), values, strict=True)))
+    config = ResidencyConfig(
+        **dict(zip(("gradients", "optimizer", "parameters", "optimizer_on_cpu", "slim"), values, strict=True))
+    )
     before, full, slim = (leaves(config, m) for m in ("before", "after", "after slim"))
     assert ("gradients" in before) == config.gradients == ("gradients" in full)
     for found in (before, full, slim):

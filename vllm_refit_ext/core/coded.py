@@ -2,8 +2,10 @@
 
     plain                    the parameter's own elements, row-major
     checkpoint               a staged tensor of checkpoint shape, on its way to the engine's own reload
-    mxfp8:LAYOUT:RULE        an MXFP8 parameter in LAYOUT of `core.layouts`, in its canonical shape. A buffer of float type is quantised on
-                             the way in by RULE of `core.mxfp8`; buffers of E4M3 codes and of scale bytes come as a pair, as they travel
+    mxfp8:LAYOUT:RULE        an MXFP8 parameter in LAYOUT of `core.layouts`, in its canonical shape. A buffer of float type is
+    quantised on
+                             the way in by RULE of `core.mxfp8`; buffers of E4M3 codes and of scale bytes come as a pair, as
+                             they travel
     dequantised:DTYPE        codes or scales that travel as MXFP8 and end as DTYPE in a parameter; likewise a pair
     checkpoint dequantised:DTYPE   the same on its way to the engine's own reload
 

@@ -1,7 +1,8 @@
 """What an engine derives from its weights, made anew in the old memory at every commit.
 
-Absorbed projections of latent attention are computed once, after loading, and captured graphs keep their addresses. Small constants
-of kernels (Marlin's workspaces, which must be zero) live in the weights' memory pool, whose contents a deep sleep drops.
+Absorbed projections of latent attention are computed once, after loading, and captured graphs keep their addresses. Small
+constants of kernels (Marlin's workspaces, which must be zero) live in the weights' memory pool, whose contents a deep sleep
+drops.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Derived:
     """The derived tensors of a rank's model as they are when it is prepared."""
 
     def __init__(self, view: WorkerView) -> None:
-        self._absorbing = [m for m in view.model.modules() if absorbed(m) and isinstance(getattr(m, "kv_b_proj", None), nn.Module)]
+        self._absorbing = [
+            m for m in view.model.modules() if absorbed(m) and isinstance(getattr(m, "kv_b_proj", None), nn.Module)
+        ]
         self._held = [absorbed(m) for m in self._absorbing]
         self._dtype = view.vllm_config.model_config.dtype
         mine = {t.untyped_storage().data_ptr() for held in self._held for t in held.values()}

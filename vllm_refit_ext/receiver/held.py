@@ -35,7 +35,8 @@ MARLIN_PADDING = 128
 
 
 class HeldParam(msgspec.Struct):
-    """One live MXFP8 parameter. `shape` is canonical, [N, K] or [E, N, K]; `held` one matrix as the engine holds it, padding included.
+    """One live MXFP8 parameter. `shape` is canonical, [N, K] or [E, N, K]; `held` one matrix as the engine holds it, padding
+    included.
 
     `values`: the live tensor, its memory in the layout's order. `scales`: every tensor that holds its scales; kernels may have a
     second one, which graphs or eager steps read.
@@ -117,7 +118,10 @@ def _confirm(
             return f"not what Marlin makes of {list(shape)}: {got}"
         held = Held(values.shape[-1] // 4, values.shape[-2] * 16)
         padded = MARLIN_PADDING if not lead else 1
-        if not (0 <= held.rows - n < padded and 0 <= held.cols - k < padded) or tuple(scales.shape[-2:]) != (held.blocks, held.rows):
+        if not (0 <= held.rows - n < padded and 0 <= held.cols - k < padded) or tuple(scales.shape[-2:]) != (
+            held.blocks,
+            held.rows,
+        ):
             return f"not what Marlin makes of {list(shape)}: {got}"
         return held, values
     held = Held(n, k, gated)

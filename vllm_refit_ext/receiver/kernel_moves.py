@@ -1,4 +1,5 @@
-"""From a plan's moves to the moves of a kernel table: the canonical box of a parameter becomes a place in what the engine holds."""
+"""From a plan's moves to the moves of a kernel table: the canonical box of a parameter becomes a place in what the engine
+holds."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from vllm_refit_ext.wires.coded import Ints, ScaleMoves, Side
 class Numbering(msgspec.Struct):
     """Buffers of a table: source buffers of the plan keep their numbers, then come targets.
 
-    `plain`: parameter -> number. `values`: MXFP8 parameter -> number of its values; `scales`: of each tensor that holds its scales.
+    `plain`: parameter -> number. `values`: MXFP8 parameter -> number of its values; `scales`: of each tensor that holds its
+    scales.
     """
 
     plain: dict[str, int]
@@ -66,7 +68,8 @@ def kernel_moves(plan: Plan, held: Mapping[str, HeldParam], numbers: Numbering) 
 
 
 def unfit(plan: Plan, held: Mapping[str, HeldParam]) -> dict[str, str]:
-    """HF names with a move that no kernel takes, with the reason: a trainer's shard may cut a block of 32 that the engine does not."""
+    """HF names with a move that no kernel takes, with the reason: a trainer's shard may cut a block of 32 that the engine does
+    not."""
     numbers, scales, reasons = number_buffers(plan, held), ScaleMoves(plan), dict[str, str]()
     for move in range(len(plan)):
         buffer = plan.targets[int(plan.target[move])]
@@ -76,7 +79,11 @@ def unfit(plan: Plan, held: Mapping[str, HeldParam]) -> dict[str, str]:
         one = held[buffer.name]
         stack = _stack(one, numbers.values[buffer.name], numbers.scales[buffer.name][0])
         try:
-            list(_shuffles(plan, move, one, stack, scales) if buffer.dtype == "float8_e4m3fn" else _quantises(plan, move, one, stack))
+            list(
+                _shuffles(plan, move, one, stack, scales)
+                if buffer.dtype == "float8_e4m3fn"
+                else _quantises(plan, move, one, stack)
+            )
         except LayoutError as error:
             reasons[name] = str(error)
     return reasons
@@ -89,7 +96,9 @@ def _stack(one: HeldParam, values: int, scales: int) -> Stack:
 def _copy(plan: Plan, move: int, target: int) -> CopyMove:
     a, b = plan.sources[int(plan.source[move])], plan.targets[int(plan.target[move])]
     shape = tuple(plan.extent[move].tolist())
-    source = Strided(At(int(plan.source[move]), int(plan.source_offset[move])), a.dtype, shape, tuple(plan.source_strides[move].tolist()))
+    source = Strided(
+        At(int(plan.source[move]), int(plan.source_offset[move])), a.dtype, shape, tuple(plan.source_strides[move].tolist())
+    )
     place = Strided(At(target, int(plan.target_offset[move])), b.dtype, shape, tuple(plan.target_strides[move].tolist()))
     return CopyMove(source, place, plan.names[int(plan.tensor[move])])
 
@@ -113,15 +122,19 @@ def _shuffles(plan: Plan, move: int, one: HeldParam, stack: Stack, scales: Scale
         for start, shape, (a, b) in matrices(piece, 0, one, [codes, scale], name):
             size = (*shape[:-1], shape[-1] // BLOCK)
             yield ShuffleMove(
-                Strided(At(number, a.offset), "uint8", shape, a.strides), Strided(At(other, b.offset), "uint8", size, b.strides), stack, start, name=name
+                Strided(At(number, a.offset), "uint8", shape, a.strides),
+                Strided(At(other, b.offset), "uint8", size, b.strides),
+                stack,
+                start,
+                name=name,
             )
 
 
 def matrices(plan: Plan, move: int, one: HeldParam, sides: list[Side], name: str) -> Iterator[tuple[Ints, Ints, list[Side]]]:
     """Cut a move into boxes [rows, K] or [matrices, rows, K] of the canonical parameter.
 
-    Yields (start, shape, sides): start and shape in elements of the held matrix, a side's strides in the order of the shape. Dimensions
-    of the checkpoint tensor may come in any order; one that steps neither by matrices, rows nor elements is walked.
+    Yields (start, shape, sides): start and shape in elements of the held matrix, a side's strides in the order of the shape.
+    Dimensions of the checkpoint tensor may come in any order; one that steps neither by matrices, rows nor elements is walked.
     """
     buffer = plan.targets[int(plan.target[move])]
     item, k = ITEMSIZE[buffer.dtype], one.shape[-1]
@@ -155,7 +168,7 @@ def matrices(plan: Plan, move: int, one: HeldParam, sides: list[Side], name: str
             for side in sides
         ]
         for part in parts:
-            part.strides = part.strides[:2] + (_last(part.strides[2], order[2], name),)
+            part.strides = (*part.strides[:2], _last(part.strides[2], order[2], name))
         if stack:
             yield place, shape, parts
         else:

@@ -1,7 +1,8 @@
-"""The writer of GPUs: one table of moves into live parameters, launched once a refit; on a CPU the torch twins run the same moves.
+"""The writer of GPUs: one table of moves into live parameters, launched once a refit; on a CPU the torch twins run the same
+moves.
 
-It copies, casts, quantises and shuffles straight from the source's memory to where the engine's kernels read. What travels as MXFP8 and
-ends in a parameter of floats is dequantised here as well, tensor by tensor.
+It copies, casts, quantises and shuffles straight from the source's memory to where the engine's kernels read. What travels as
+MXFP8 and ends in a parameter of floats is dequantised here as well, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ class KernelWriter:
 
     name = "in place"
 
-    def __init__(self, plan: Plan, params: Mapping[str, torch.Tensor], held: Mapping[str, HeldParam], device: torch.device) -> None:
-        """plan: this rank's moves. params: live tensors by name, for plain and dequantised buffers. held: MXFP8 parameters by name.
+    def __init__(
+        self, plan: Plan, params: Mapping[str, torch.Tensor], held: Mapping[str, HeldParam], device: torch.device
+    ) -> None:
+        """plan: this rank's moves. params: live tensors by name, for plain and dequantised buffers. held: MXFP8 parameters by
+        name.
 
         Raises LayoutError for a move that no kernel takes.
         """
@@ -85,7 +89,8 @@ class KernelWriter:
         return self._table.nbytes if self._table is not None else 0
 
     def write(self, reader: Memory) -> None:
-        """Execute all moves and wait for them. Raises LayoutError that names tensors with NaN or Inf where they were quantised."""
+        """Execute all moves and wait for them. Raises LayoutError that names tensors with NaN or Inf where they were
+        quantised."""
         if self._moves and self._on_host(reader):
             for part, buffers in self._parts or self._cut_in_parts():
                 part.write(_Uploaded({b: reader.memory(b).to(self.device) for b in buffers}))
@@ -112,10 +117,13 @@ class KernelWriter:
 
     def _on_host(self, reader: Memory) -> bool:
         """Whether the sources lie in memory that this device's kernels do not read."""
-        return self.device.type == "cuda" and not hasattr(reader, "address") and reader.memory(self._used[0]).device.type != "cuda"
+        return (
+            self.device.type == "cuda" and not hasattr(reader, "address") and reader.memory(self._used[0]).device.type != "cuda"
+        )
 
     def _cut_in_parts(self) -> list[tuple[KernelWriter, list[int]]]:
-        """Writers for groups of source buffers that are uploaded together, with the numbers of these; scales go with their codes."""
+        """Writers for groups of source buffers that are uploaded together, with the numbers of these; scales go with their
+        codes."""
         plan, group, groups, size = self.plan, list[int](), list[list[int]](), 0
         for number in self._used:
             if group and size + plan.sources[number].nbytes > UPLOAD_BYTES:
@@ -162,7 +170,9 @@ class KernelWriter:
     def _dequantise(self, move: int, reader: Memory) -> None:
         buffer = self.plan.targets[int(self.plan.target[move])]
         scales = gather_scales(self.plan, move, self._scales, reader)
-        values = dequantise(source_view(self.plan, move, reader), scales, *self._along(move), dtype_of(dequantised_to(buffer.layout)))
+        values = dequantise(
+            source_view(self.plan, move, reader), scales, *self._along(move), dtype_of(dequantised_to(buffer.layout))
+        )
         self._float_box(move).copy_(values)
 
     def _along(self, move: int) -> tuple[int, int]:
@@ -175,11 +185,13 @@ class KernelWriter:
         param = self._params[self.plan.targets[int(self.plan.target[move])].name]
         item = param.element_size()
         strides = [s * item for s in self.plan.target_strides[move].tolist()]
-        return box_view(as_bytes(param), param.dtype, int(self.plan.target_offset[move]) * item, self.plan.extent[move].tolist(), strides)
+        return box_view(
+            as_bytes(param), param.dtype, int(self.plan.target_offset[move]) * item, self.plan.extent[move].tolist(), strides
+        )
 
     def content(self, move: int) -> Content:
-        """What the engine holds of `move`: the box, or (codes, scales) of one that was quantised. None for the scales that travelled
-        beside codes which are read back with these, or that were dequantised away."""
+        """What the engine holds of `move`: the box, or (codes, scales) of one that was quantised. None for the scales that
+        travelled beside codes which are read back with these, or that were dequantised away."""
         plan, buffer = self.plan, self.plan.targets[int(self.plan.target[move])]
         if buffer.layout == PLAIN:
             return target_view(plan, move, as_bytes(self._params[buffer.name]))

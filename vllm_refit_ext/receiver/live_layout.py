@@ -41,7 +41,8 @@ def _experts(module: nn.Module, view: WorkerView) -> tuple[str, str]:
 def _beside_mxfp8(module: nn.Module, view: WorkerView) -> tuple[str, str]:
     """Biases and the like. Marlin permutes a linear's bias along with its weight."""
     method: Any = getattr(module, "quant_method", None)
-    backend = f"{type(getattr(method, 'kernel', None)).__name__} {getattr(method, 'fp8_backend', '')} {getattr(method, 'mxfp8_backend', '')}"
+    named = (type(getattr(method, "kernel", None)).__name__, *(getattr(method, n, "") for n in ("fp8_backend", "mxfp8_backend")))
+    backend = " ".join(map(str, named))
     if "marlin" in backend.lower():
         return "", "Marlin permutes biases"
     return PLAIN, ""
@@ -51,7 +52,7 @@ KNOWN: dict[str, Detect] = {
     "UnquantizedLinearMethod": _dense,
     "UnquantizedEmbeddingMethod": _dense,
     "UnquantizedFusedMoEMethod": _experts,
-    **{name: _beside_mxfp8 for name in LINEAR_METHODS | EXPERT_METHODS},
+    **dict.fromkeys(LINEAR_METHODS | EXPERT_METHODS, _beside_mxfp8),
 }
 
 

@@ -16,8 +16,8 @@ CODES = "float8_e4m3fn"
 class Recording(msgspec.Struct):
     """It stays good while the same manifest is planned anew.
 
-    `routes`: where the loader puts each tensor; travelling scales are not in it. `partners`: HF name -> the name of its travelling
-    scales. `rerouted`: names that the loader takes as E4M3 only. `usual`: the engine's dtype.
+    `routes`: where the loader puts each tensor; travelling scales are not in it. `partners`: HF name -> the name of its
+    travelling scales. `rerouted`: names that the loader takes as E4M3 only. `usual`: the engine's dtype.
     """
 
     routes: Routes

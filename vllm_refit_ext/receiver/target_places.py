@@ -1,4 +1,5 @@
-"""From recorded routes to the boxes that a rank asks for: in place, quantised or dequantised on the way, or staged for the reload."""
+"""From recorded routes to the boxes that a rank asks for: in place, quantised or dequantised on the way, or staged for the
+reload."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def unaligned(recording: Recording, held: Mapping[str, HeldParam], manifest: Man
     return reasons
 
 
-def place(recording: Recording, reload: Mapping[str, str], held: Mapping[str, HeldParam], manifest: Manifest, rank: int) -> Placements:
+def place(
+    recording: Recording, reload: Mapping[str, str], held: Mapping[str, HeldParam], manifest: Manifest, rank: int
+) -> Placements:
     """The boxes of this rank: those of `reload` in buffers of checkpoint shape, the others in live parameters."""
     table = recording.routes.placements
     if not reload and not held and not recording.partners:
@@ -118,7 +121,14 @@ def _in_parameters(table: Placements, recording: Recording, held: Mapping[str, H
     if len(table):
         buffer, scale, grow = kind[which], was[which], now[which]
     codes = Placements(
-        table.names, buffers, table.tensor, buffer, table.lo, table.hi, table.offset // scale * grow, table.strides // scale[:, None] * grow[:, None]
+        table.names,
+        buffers,
+        table.tensor,
+        buffer,
+        table.lo,
+        table.hi,
+        table.offset // scale * grow,
+        table.strides // scale[:, None] * grow[:, None],
     )
     order = np.argsort(which, kind="stable")
     edges = np.searchsorted(which[order], np.arange(len(pairs) + 1))

@@ -31,10 +31,10 @@ _CONVERTED = re.compile(r"(\w+) is converted to (\w+)")
 
 
 class Targets(msgspec.Struct):
-    """placements: boxes of buffers of this rank. params: live tensors by buffer name, for buffers in place. held: the MXFP8 parameters
-    among them. reload: names that take the engine's reload, with the reason. dropped: names that the loaders skip here, with the
-    reason. quantise: names whose parameter holds MXFP8. extra_bytes: peak memory beyond the model. problems: what keeps the rank
-    from taking part.
+    """placements: boxes of buffers of this rank. params: live tensors by buffer name, for buffers in place. held: the MXFP8
+    parameters among them. reload: names that take the engine's reload, with the reason. dropped: names that the loaders skip
+    here, with the reason. quantise: names whose parameter holds MXFP8. extra_bytes: peak memory beyond the model. problems:
+    what keeps the rank from taking part.
     """
 
     rank: int
@@ -81,7 +81,8 @@ def _identity(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _slots(model: nn.Module, params: Iterable[str], held: Iterable[str]) -> list[Any]:
-    """The model, then (module, attribute) of everything written in place. Walking a model's names takes milliseconds, this does not."""
+    """The model, then (module, attribute) of everything written in place. Walking a model's names takes milliseconds, this
+    does not."""
     modules = dict(model.named_modules(remove_duplicate=False))
     names = [*params, *(name + ending for name in held for ending in ("", SCALE))]
     return [model, *((modules[owner], attribute) for owner, _, attribute in (name.rpartition(".") for name in names))]
@@ -92,8 +93,8 @@ def build_targets(
 ) -> Targets:
     """Decide for every parameter that `recording` fills how it is written. `rank` is this rank's number in the plan.
 
-    recording: of the same manifest and rank, made here when None. refused: names that no move can write in place, with the reason;
-    they and all that belongs to them take the reload.
+    recording: of the same manifest and rank, made here when None. refused: names that no move can write in place, with the
+    reason; they and all that belongs to them take the reload.
 
     Raises RouteError with every tensor that the engine's loaders refuse. Other problems are in the result.
     """
@@ -164,12 +165,19 @@ def _quantisable(routes: Routes, held: Mapping[str, HeldParam], manifest: Manife
 
 
 def _problems(recording: Recording, reload: dict[str, str], held: Mapping[str, HeldParam], manifest: Manifest) -> list[Problem]:
-    """What is missing: parameters that no offered tensor fills, names that nothing here knows, tensors in a form that can't be loaded."""
+    """What is missing: parameters that no offered tensor fills, names that nothing here knows, tensors in a form that can't be
+    loaded."""
     routes = recording.routes
     filled = {b.name for b in routes.placements.buffers}
     odd = _odd_shapes(routes, manifest)
     problems = [
-        Problem("no offered tensor fills it", f"engine parameter {name!r}", what, "every element written", odd.get(name) or _hint(name, manifest))
+        Problem(
+            "no offered tensor fills it",
+            f"engine parameter {name!r}",
+            what,
+            "every element written",
+            odd.get(name) or _hint(name, manifest),
+        )
         for name, what in routes.unwritten.items()
         if not (name.endswith(SCALE) and name.removesuffix(SCALE) in filled & (held.keys() | _coded_when_made(routes)))
     ]
@@ -194,7 +202,8 @@ def _problems(recording: Recording, reload: dict[str, str], held: Mapping[str, H
 
 
 def _odd_shapes(routes: Routes, manifest: Manifest) -> dict[str, str]:
-    """For a parameter that several tensors fill, those whose shape is not that of their kind: names that differ in numbers only."""
+    """For a parameter that several tensors fill, those whose shape is not that of their kind: names that differ in numbers
+    only."""
     table = routes.placements
     found: dict[str, str] = {}
     for index, buffer in enumerate(table.buffers):

@@ -24,7 +24,9 @@ class Memory(Protocol):
         ...
 
 
-def box_view(memory: torch.Tensor, dtype: torch.dtype, offset: int, extent: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+def box_view(
+    memory: torch.Tensor, dtype: torch.dtype, offset: int, extent: Sequence[int], strides: Sequence[int]
+) -> torch.Tensor:
     """A view of a box: `extent` elements of `dtype`, from `offset` bytes into `memory` (uint8 [n]) at byte `strides`.
 
     Raises LayoutError where offset or strides are not whole elements.
@@ -41,7 +43,13 @@ def source_view(plan: Plan, move: int, reader: Memory) -> torch.Tensor:
     """The source box of `move`, in the source's dtype."""
     buffer = int(plan.source[move])
     dtype = getattr(torch, plan.sources[buffer].dtype)
-    return box_view(reader.memory(buffer), dtype, int(plan.source_offset[move]), plan.extent[move].tolist(), plan.source_strides[move].tolist())
+    return box_view(
+        reader.memory(buffer),
+        dtype,
+        int(plan.source_offset[move]),
+        plan.extent[move].tolist(),
+        plan.source_strides[move].tolist(),
+    )
 
 
 def target_view(plan: Plan, move: int, memory: torch.Tensor) -> torch.Tensor:
@@ -70,12 +78,16 @@ def move_digest(plan: Plan, move: int, box: Content) -> int:
     codes, scales = (_of_depth(part, len(shape)) for part in box)
     blocks = [c // s for c, s in zip(codes.shape, scales.shape, strict=True)]
     total = digest_torch(codes, shape=shape, start=start)
-    total += digest_torch(scales, shape=[-(-n // b) for n, b in zip(shape, blocks, strict=True)], start=[a // b for a, b in zip(start, blocks, strict=True)])
+    total += digest_torch(
+        scales,
+        shape=[-(-n // b) for n, b in zip(shape, blocks, strict=True)],
+        start=[a // b for a, b in zip(start, blocks, strict=True)],
+    )
     return total % MODULUS
 
 
 def _of_depth(box: torch.Tensor, depth: int) -> torch.Tensor:
-    return box[(..., *(0,) * (box.ndim - depth))] if box.ndim > depth else box
+    return box.flatten(depth - 1) if box.ndim > depth > 0 else box.reshape(box.shape[:depth])
 
 
 def sum_by_tensor(plan: Plan, moves: Iterable[int], content: Callable[[int], Content]) -> dict[str, int]:

@@ -55,7 +55,11 @@ class ScaleMoves:
     def boxes(self, move: int, reader: Memory) -> Iterator[tuple[Int, Int, torch.Tensor]]:
         """Every box (lo [D], hi [D], uint8 bytes) that may hold scales of `move`."""
         for other in self.of(move):
-            yield self.plan.lo[other], self.plan.lo[other] + self.plan.extent[other], source_view(self.plan, other, reader).view(torch.uint8)
+            yield (
+                self.plan.lo[other],
+                self.plan.lo[other] + self.plan.extent[other],
+                source_view(self.plan, other, reader).view(torch.uint8),
+            )
 
     def _depth(self, move: int) -> int:
         return len(self.plan.manifest.tensors[self.plan.names[int(self.plan.tensor[move])]].shape)
@@ -63,8 +67,8 @@ class ScaleMoves:
     def pieces(self, move: int) -> Iterator[tuple[Side, int, Side, Plan]]:
         """Cut `move`, a box of codes, where its scales are cut.
 
-        Yields the codes' side, the source buffer of the scales, their side (its strides along the last dimension are those of blocks),
-        and a plan of one move for the piece. Raises LayoutError where scales are missing or a cut goes through a block.
+        Yields the codes' side, the source buffer of the scales, their side (its strides along the last dimension are those of
+        blocks), and a plan of one move for the piece. Raises LayoutError where scales are missing or a cut goes through a block.
         """
         plan, depth, name = self.plan, self._depth(move), self.plan.names[int(self.plan.tensor[move])]
         lo, hi = plan.lo[move], plan.lo[move] + plan.extent[move]
@@ -83,14 +87,19 @@ class ScaleMoves:
             steps = plan.source_strides[other]
             at = a.copy()
             at[depth - 1] //= BLOCK
-            codes = Side(int(plan.source_offset[move] + ((a - lo) * plan.source_strides[move]).sum()), tuple(plan.source_strides[move].tolist()))
+            codes = Side(
+                int(plan.source_offset[move] + ((a - lo) * plan.source_strides[move]).sum()),
+                tuple(plan.source_strides[move].tolist()),
+            )
             scale = Side(int(plan.source_offset[other] + ((at - plan.lo[other]) * steps).sum()), tuple(steps.tolist()))
             piece = plan.select(np.array([move]))
             piece.target_offset = piece.target_offset + ((a - lo) * plan.target_strides[move]).sum()
             piece.lo, piece.extent = a[None], (b - a)[None]
             yield codes, int(plan.source[other]), scale, piece
         if found != int(np.prod(plan.extent[move])):
-            raise LayoutError("scales of a part of it do not travel to this rank", where=name, got=f"{found} elements with scales")
+            raise LayoutError(
+                "scales of a part of it do not travel to this rank", where=name, got=f"{found} elements with scales"
+            )
 
 
 def _owner(plan: Plan, move: int) -> str:
@@ -123,7 +132,11 @@ class PlacedScales:
         for row in self._rows.get(self._plan.manifest.tensors[name].scale, ()):
             lo, hi = table.lo[row, :depth], table.hi[row, :depth]
             memory = as_bytes(self._tensors[int(table.buffer[row])])
-            yield lo, hi, box_view(memory, torch.uint8, int(table.offset[row]), (hi - lo).tolist(), table.strides[row, :depth].tolist())
+            yield (
+                lo,
+                hi,
+                box_view(memory, torch.uint8, int(table.offset[row]), (hi - lo).tolist(), table.strides[row, :depth].tolist()),
+            )
 
 
 def blocks_of(plan: Plan, move: int) -> tuple[Int, Ints]:
@@ -153,13 +166,18 @@ def gather_scales(plan: Plan, move: int, found: ScaleMoves | PlacedScales, reade
         filled += int(np.prod(b - a))
     if filled < int(np.prod(shape)):
         name = plan.names[int(plan.tensor[move])]
-        raise LayoutError("scales of a part of it do not travel to this rank", where=name, got=f"{filled} blocks", wanted=f"{int(np.prod(shape))}")
+        raise LayoutError(
+            "scales of a part of it do not travel to this rank",
+            where=name,
+            got=f"{filled} blocks",
+            wanted=f"{int(np.prod(shape))}",
+        )
     return scales
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, axis: int, skip: int, dtype: torch.dtype) -> torch.Tensor:
-    """Values of E4M3 `codes`, exact where `dtype` can hold them. scales: uint8, `axis` in blocks; the first code is number `skip` of
-    its block."""
+    """Values of E4M3 `codes`, exact where `dtype` can hold them. scales: uint8, `axis` in blocks; the first code is number
+    `skip` of its block."""
     exponents = scales.to(torch.int32).repeat_interleave(BLOCK, dim=axis).narrow(axis, skip, codes.shape[axis]) - 127
     return torch.ldexp(codes.view(torch.float8_e4m3fn).to(torch.float32), exponents).to(dtype)
 
@@ -181,8 +199,8 @@ def quantised(values: torch.Tensor, axis: int, rule: Rule) -> tuple[torch.Tensor
 
 
 def sent_content(plan: Plan, move: int, memory: Memory, scales: ScaleMoves | PlacedScales) -> Content:
-    """What a move makes of the sender's bytes, in the form in which the engine reads it back. None for scales that are read with their
-    codes."""
+    """What a move makes of the sender's bytes, in the form in which the engine reads it back. None for scales that are read
+    with their codes."""
     buffer = plan.targets[int(plan.target[move])]
     box = source_view(plan, move, memory)
     coding, ends_as = coding_of(buffer.layout), dequantised_to(buffer.layout)

@@ -23,7 +23,7 @@ _MAPPED = 13
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]  # noqa: RUF012 - ctypes' own form
+    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
 @functools.cache
@@ -67,17 +67,19 @@ def export(base: int) -> bytes:
     """The handle of the allocation that begins at `base`. Raises WireError for memory that has none."""
     handle = _Handle()
     do = (
-        "start the trainer without expandable segments (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False), or use the wire ipc_staged, "
+        "start the trainer with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or use wire ipc_staged, "
         "which exports only its own buffers"
     )
-    _check(_runtime().cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base)), "memory of the trainer can't be exported", do)
+    _check(
+        _runtime().cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(base)), "memory of the trainer can't be exported", do
+    )
     return bytes(handle)
 
 
 def open_handle(handle: bytes, device: torch.device) -> int:
     """Map another process's allocation for kernels of `device`; its address here. Peer access is enabled for that device."""
     address = ctypes.c_void_p()
-    do = "see whether the trainer has ended, freed its memory, or runs where it does not share this host's devices; refit once more"
+    do = "see whether the trainer has ended, freed its memory, or runs where it shares no devices with this; refit once more"
     with torch.cuda.device(device):
         code = _runtime().cudaIpcOpenMemHandle(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
     _check(code, "memory of the trainer can't be opened", do)
@@ -118,7 +120,13 @@ class _Array:
     """Device memory in the form from which torch makes a tensor without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 def as_tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -128,7 +136,8 @@ def as_tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def allocate(nbytes: int, device: torch.device) -> int:
-    """Plain device memory, which can always be exported, whatever torch's allocator is set to. Raises WireError when there is none."""
+    """Plain device memory, which can always be exported, whatever torch's allocator is set to. Raises WireError when there is
+    none."""
     address = ctypes.c_void_p()
     with torch.cuda.device(device):
         code = _runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(nbytes))

@@ -1,10 +1,10 @@
 """Wire `ipc`: engine ranks map the trainer's own parameters by CUDA IPC and read them where they lie. Nothing is staged.
 
-For trainer and engine on the GPUs of one host. Each trainer rank exports every allocation that its parameters lie in: plain handles,
-with the place of each buffer, in messages of our own. An engine rank opens what its plan reads, with its own device current, so memory
-of another GPU comes over NVLink by the same code. Handles travel again only when the trainer's memory has moved. Mappings are
-closed at the end of a refit, because an open one keeps the trainer's memory from being freed; a trainer that stays resident says so,
-and they stay.
+For trainer and engine on the GPUs of one host. Each trainer rank exports every allocation that its parameters lie in: plain
+handles, with the place of each buffer, in messages of our own. An engine rank opens what its plan reads, with its own device
+current, so memory of another GPU comes over NVLink by the same code. Handles travel again only when the trainer's memory has
+moved. Mappings are closed at the end of a refit, because an open one keeps the trainer's memory from being freed; a trainer
+that stays resident says so, and they stay.
 
 Every rank exports a word of memory beside its parameters. `begin` writes a new nonce there and sends it too; an engine that opens
 memory which is no longer the trainer's, or that the trainer has begun to change, reads another nonce and refuses.
@@ -33,8 +33,8 @@ WHERE = "wire ipc"
 
 
 class Export(msgspec.Struct, frozen=True):
-    """What a rank exports: one handle an allocation, its size and its address in that process, and for each buffer its allocation (-1: not
-    used) and its offset there."""
+    """What a rank exports: one handle an allocation, its size and its address in that process, and for each buffer its
+    allocation (-1: not used) and its offset there."""
 
     handles: bytes
     bases: Column
@@ -114,7 +114,9 @@ class IpcSender:
         allocation[self._used] = [p[0] for p in places]
         offset[self._used] = [p[1] for p in places]
         handles = b"".join(cuda_ipc.export(base) for base in bases)
-        return Export(handles, pack(np.array(list(bases), np.int64)), pack(np.array(sizes, np.int64)), pack(allocation), pack(offset), flag)
+        return Export(
+            handles, pack(np.array(list(bases), np.int64)), pack(np.array(sizes, np.int64)), pack(allocation), pack(offset), flag
+        )
 
     def close(self) -> None:
         """Drop the flag; readers that still map it find that out by its nonce."""
@@ -139,7 +141,9 @@ class RankMaps:
 
     def __init__(self, epoch: str, process: str, export: Export, device: torch.device) -> None:
         self.epoch, self.process, self.device = epoch, process, device
-        self.handles = [export.handles[i : i + cuda_ipc.HANDLE_BYTES] for i in range(0, len(export.handles), cuda_ipc.HANDLE_BYTES)]
+        self.handles = [
+            export.handles[i : i + cuda_ipc.HANDLE_BYTES] for i in range(0, len(export.handles), cuda_ipc.HANDLE_BYTES)
+        ]
         self.sizes, self.allocation, self.offset = unpack(export.sizes), unpack(export.allocation), unpack(export.offset)
         self.bases, self.flag = unpack(export.bases), export.flag
         self._open: dict[int, int] = {}
@@ -154,7 +158,12 @@ class RankMaps:
             self._open[allocation] = address
             size = cuda_ipc.allocation_of(address)[1]
             if size < int(self.sizes[allocation]):
-                raise WireError("an allocation of the trainer is smaller than it said", where=WHERE, got=size, wanted=int(self.sizes[allocation]))
+                raise WireError(
+                    "an allocation of the trainer is smaller than it said",
+                    where=WHERE,
+                    got=size,
+                    wanted=int(self.sizes[allocation]),
+                )
         return self._open[allocation]
 
     def places(self, numbers: Int, nbytes: Int) -> Int:
@@ -187,7 +196,8 @@ class Maps:
         self._layout: dict[int, tuple[Int, Int, Int]] = {}
 
     def layout_of(self, plan: Plan) -> dict[int, tuple[Int, Int, Int]]:
-        """By trainer rank: the source buffers of it that `plan` reads, their numbers among its own buffers, and their bytes; int64 [n]."""
+        """By trainer rank: the source buffers of it that `plan` reads, their numbers among its own buffers, and their bytes;
+        int64 [n]."""
         if plan is not self._plan:
             owner = np.array([b.rank for b in plan.sources], np.int64)
             used = np.unique(plan.source)
@@ -234,13 +244,20 @@ class IpcReader:
         held = self._maps.ranks.get(rank)
         if held is None or held.epoch != told.epoch:
             if told.export is None:
-                raise WireError("its handles are not known here", where=WHERE, got=f"epoch {told.epoch}", do="refit again; handles are sent after a failure")
+                raise WireError(
+                    "its handles are not known here",
+                    where=WHERE,
+                    got=f"epoch {told.epoch}",
+                    do="refit again; handles are sent after a failure",
+                )
             if held is not None:
                 held.close()
             held = self._maps.ranks[rank] = RankMaps(told.epoch, told.process, _export(told.export), self._device)
         if told.device not in _visible():
             do = "let trainer and engine see the same GPUs (CUDA_VISIBLE_DEVICES), or use the wire shm"
-            raise WireError("its GPU is not visible to this engine", where=WHERE, got=told.device, wanted=", ".join(_visible()), do=do)
+            raise WireError(
+                "its GPU is not visible to this engine", where=WHERE, got=told.device, wanted=", ".join(_visible()), do=do
+            )
         if told.process == cuda_ipc.PROCESS and told.device != cuda_ipc.device_uuid(self._device.index):
             do = "give the engine a process of its own"
             raise WireError("trainer and engine are one process on two GPUs", where=WHERE, got=told.device, do=do)
@@ -252,7 +269,9 @@ class IpcReader:
         got = cuda_ipc.read_word(held.base(held.flag[0]) + held.flag[1])
         if got != told.nonce:
             do = "refit once more; hold the weights still until the refit returns"
-            raise WireError("the trainer's memory is not that of this refit", where=WHERE, got=f"nonce {got}", wanted=told.nonce, do=do)
+            raise WireError(
+                "the trainer's memory is not that of this refit", where=WHERE, got=f"nonce {got}", wanted=told.nonce, do=do
+            )
 
     def address(self, buffer: int) -> int:
         """The device address of source buffer `buffer`."""

@@ -1,8 +1,9 @@
 """A ring of staging buffers between one trainer rank and the engine ranks, and the words by which they take turns.
 
-The buffers are device memory that is exported once, or shared memory on a CPU. The words lie in a file of shared memory: for every
-engine rank how many messages are ready and how many it has done with. A trainer rank fills slot i % RING when message i - RING is
-done; an engine rank reads it when message i is ready. All waits have a deadline, and each side sees when the other is gone.
+The buffers are device memory that is exported once, or shared memory on a CPU. The words lie in a file of shared memory: for
+every engine rank how many messages are ready and how many it has done with. A trainer rank fills slot i % RING when message i
+- RING is done; an engine rank reads it when message i is ready. All waits have a deadline, and each side sees when the other
+is gone.
 """
 
 from __future__ import annotations
@@ -44,11 +45,15 @@ class Words:
             self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             do = "see whether the trainer has ended, and that both run on this host with the same shared memory"
-            raise WireError("the words of a ring can't be opened", where=str(path.name), got=error.strerror or error, do=do) from None
+            raise WireError(
+                "the words of a ring can't be opened", where=str(path.name), got=error.strerror or error, do=do
+            ) from None
         size = os.fstat(self._fd).st_size
         if size < words_bytes(engines) or os.fstat(self._fd).st_uid not in (os.geteuid(), 0):
             os.close(self._fd)
-            raise WireError("these are not the words of a ring", where=str(path.name), got=f"{size} bytes", wanted=words_bytes(engines))
+            raise WireError(
+                "these are not the words of a ring", where=str(path.name), got=f"{size} bytes", wanted=words_bytes(engines)
+            )
         self.memory = mmap.mmap(self._fd, size)
 
     def _at(self, engine: int, which: int) -> int:
@@ -104,7 +109,9 @@ class Words:
                 look = now + _LOOK_S
             if now > deadline:
                 what = "bytes of the trainer did not come" if which == 0 else "an engine rank did not read on"
-                raise DeadlineError(what, where=where, got=f"{self.read(engine, which)} messages", wanted=f"{least} before the deadline")
+                raise DeadlineError(
+                    what, where=where, got=f"{self.read(engine, which)} messages", wanted=f"{least} before the deadline"
+                )
             if now > begun + _SPIN_S:
                 time.sleep(_POLL_S)
 
@@ -141,7 +148,16 @@ class RingOwner:
             handle = cuda_ipc.export(self._address)
             self.memory = cuda_ipc.as_tensor(self._address, self.nbytes, device)
         uuid = "" if on_host else cuda_ipc.device_uuid(device.index)
-        self.info = RingInfo(rank=rank, name=self._file.name, slots=self._slots, start=start, handle=handle, device=uuid, address=self._address, process=cuda_ipc.PROCESS)
+        self.info = RingInfo(
+            rank=rank,
+            name=self._file.name,
+            slots=self._slots,
+            start=start,
+            handle=handle,
+            device=uuid,
+            address=self._address,
+            process=cuda_ipc.PROCESS,
+        )
 
     def slot(self, engine: int, message: int) -> torch.Tensor:
         """The buffer that a message to an engine rank goes through, uint8."""

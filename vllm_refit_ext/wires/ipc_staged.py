@@ -1,9 +1,10 @@
-"""Wire `ipc_staged`: through a ring of buffers that each trainer rank exports once, where its parameters can't be exported or must move.
+"""Wire `ipc_staged`: through a ring of buffers that each trainer rank exports once, where its parameters can't be exported or
+must move.
 
-For one host. The trainer packs its part of the plan into buckets of bounded size, in plan order; a tensor larger than a bucket is cut;
-while one bucket is written into the engine the next is packed. The engine reads the trainer's buffers where they lie, so the extra
-memory is two buckets for each engine rank on the trainer's side, and on the engine's side only scales that travel beside their codes.
-Without a GPU the ring lies in shared memory, and everything else is the same.
+For one host. The trainer packs its part of the plan into buckets of bounded size, in plan order; a tensor larger than a bucket
+is cut; while one bucket is written into the engine the next is packed. The engine reads the trainer's buffers where they lie,
+so the extra memory is two buckets for each engine rank on the trainer's side, and on the engine's side only scales that travel
+beside their codes. Without a GPU the ring lies in shared memory, and everything else is the same.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ WHERE = "wire ipc_staged"
 class _Share(msgspec.Struct):
     """What a trainer rank must know: its pieces, sorted by (round, target, place in the message), one column each.
 
-    target, number: engine rank and round. buffer, at, offset: buffer of this rank, bytes from the message's start, bytes into the buffer.
-    extent [n, D] elements, strides [n, D] bytes. slots: largest message for each engine rank.
+    target, number: engine rank and round. buffer, at, offset: buffer of this rank, bytes from the message's start, bytes into
+    the buffer. extent [n, D] elements, strides [n, D] bytes. slots: largest message for each engine rank.
     """
 
     engines: int
@@ -105,7 +106,9 @@ class StagedSender:
                 sent[message.target] = sent.get(message.target, 0) + message.nbytes
             counts = {m.target: m.count + 1 for m in self._messages}
             for target, count in counts.items():
-                self._ring.words.wait(target, 1, count, deadline, f"{WHERE}, trainer rank {self.rank} to engine rank {target}", (words,))
+                self._ring.words.wait(
+                    target, 1, count, deadline, f"{WHERE}, trainer rank {self.rank} to engine rank {target}", (words,)
+                )
         except RefitError:
             self._ring.words.stop()
             raise
@@ -119,7 +122,7 @@ class StagedSender:
         self._ring.words.stop()
 
     def _messages_of(self) -> Iterator[_Piece]:
-        target, number, _, at, _, extent, _ = self._columns
+        target, number, _, _, _, extent, _ = self._columns
         if not len(target):
             return
         new = np.ones(len(target), bool)
@@ -145,7 +148,11 @@ class StagedSender:
                 source = Strided(At(slot, int(place[i, 0])), dtype, shape, tuple(strides[i].tolist()))
                 moves.append(CopyMove(source, contiguous(At(0, int(at[i])), dtype, shape), f"piece {i}"))
             # Parameters may lie at any multiple of their element's size.
-            alignment = {slot: self._tensors[int(buffer[i])].element_size() for slot, i in enumerate(rows, start=1) if self._tensors[int(buffer[i])].data_ptr() % 16}
+            alignment = {
+                slot: self._tensors[int(buffer[i])].element_size()
+                for slot, i in enumerate(rows, start=1)
+                if self._tensors[int(buffer[i])].data_ptr() % 16
+            }
             self._tables[number] = Table(moves, self._device, alignment=alignment)
         table = self._tables[number]
         if number not in self._bound:
@@ -184,7 +191,11 @@ class StagedRounds:
             self.counts.append(count.get(source, 0))
             count[source] = count.get(source, 0) + 1
         self.whole = self._plan()
-        self._kept = {i: torch.empty(n, dtype=torch.uint8, device=device) for i, (r, _, n) in enumerate(self.messages) if r < self.rounds.kept}
+        self._kept = {
+            i: torch.empty(n, dtype=torch.uint8, device=device)
+            for i, (r, _, n) in enumerate(self.messages)
+            if r < self.rounds.kept
+        }
         scales = self.rounds.number < self.rounds.kept
         in_place = range(self.rounds.kept + self.rounds.reloads, len(self.rounds.messages))
         self.steps = [self.whole.select(scales | (self.rounds.number == r)) for r in in_place] or [self.whole.select(scales)]
@@ -204,7 +215,9 @@ class StagedRounds:
 
     def _plan(self) -> Plan:
         plan, dtypes = self.rounds.plan, self._dtypes
-        buffers = [Buffer(f"round {r} of trainer rank {s}", s, d, (-(-n // ITEMSIZE[d]),)) for r, s, n in self.messages for d in dtypes]
+        buffers = [
+            Buffer(f"round {r} of trainer rank {s}", s, d, (-(-n // ITEMSIZE[d]),)) for r, s, n in self.messages for d in dtypes
+        ]
         code = np.array([dtypes.index(b.dtype) for b in plan.sources], np.int64)[plan.source] if len(plan) else plan.source
         item = np.array([ITEMSIZE[d] for d in dtypes], np.int64)[code] if len(plan) else plan.source
         keys = zip(self.rounds.number.tolist(), plan.source_rank.tolist(), strict=True)
@@ -212,7 +225,11 @@ class StagedRounds:
         strides = np.ones_like(plan.extent)
         strides[:, :-1] = np.cumprod(plan.extent[:, :0:-1], axis=1)[:, ::-1]
         columns = {c: getattr(plan, c) for c in Plan.COLUMNS}
-        columns |= {"source": message * len(dtypes) + code, "source_offset": self.rounds.at, "source_strides": strides * item[:, None]}
+        columns |= {
+            "source": message * len(dtypes) + code,
+            "source_offset": self.rounds.at,
+            "source_strides": strides * item[:, None],
+        }
         return Plan(plan.manifest, buffers, plan.targets, **columns)
 
 
@@ -275,7 +292,9 @@ class StagedIpcReader:
         got, wanted = self._rings[source].words.nonce, self._told[source].nonce
         if got != wanted:
             do = "refit once more"
-            raise WireError("the ring belongs to another refit", where=f"{WHERE}, trainer rank {source}", got=got, wanted=wanted, do=do)
+            raise WireError(
+                "the ring belongs to another refit", where=f"{WHERE}, trainer rank {source}", got=got, wanted=wanted, do=do
+            )
 
     def confirm(self) -> None:
         """Raise WireError when rounds were left or a ring went on to another refit. Then the trainer may go on."""
@@ -330,7 +349,17 @@ def _share(travels: Sequence[Rounds], plan: Plan, rank: int) -> _Share:
         rows = rows[np.lexsort((r.at[rows], r.number[rows]))]
         p = r.plan
         place = np.stack([p.source_offset[rows], item[p.source[rows]]], axis=1)
-        parts.append((np.full(len(rows), target), r.number[rows], p.source[rows] - first, r.at[rows], place, p.extent[rows], p.source_strides[rows]))
+        parts.append(
+            (
+                np.full(len(rows), target),
+                r.number[rows],
+                p.source[rows] - first,
+                r.at[rows],
+                place,
+                p.extent[rows],
+                p.source_strides[rows],
+            )
+        )
         slots.append(max((m.nbytes for found in r.messages for m in found if m.source == rank), default=0))
     columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
     order = np.lexsort((columns[0], columns[1]))
@@ -355,7 +384,13 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> StagedI
         raise ConfigError("wire ipc_staged needs the field ipc_staged", where="update_weights", do="pass what the sender made")
     ranks = {b.rank for b in plan.targets}
     if ranks and (max(ranks) >= told.engines or told.bucket_bytes < 8):
-        raise ConfigError("this rank's number does not fit the message", where=WHERE, got=sorted(ranks), wanted=f"below {told.engines}", do="prepare again")
+        raise ConfigError(
+            "this rank's number does not fit the message",
+            where=WHERE,
+            got=sorted(ranks),
+            wanted=f"below {told.engines}",
+            do="prepare again",
+        )
     held = kept.setdefault("ipc_staged", _Kept())
     on_gpu = any(r.handle for r in told.rings)
     if on_gpu and not torch.cuda.is_available():
