@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.routes_support import Entries, checkpoint_entries, config
+from tests.support.engines import choose_layouts
 from vllm_refit_ext.core.errors import RouteError
 from vllm_refit_ext.receiver.inventory import inventory
 from vllm_refit_ext.receiver.offline import engine_routes
@@ -28,6 +29,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     try:
         from vllm import LLM
 
+        choose_layouts("")
         llm = LLM(
             model=str(folder),
             load_format="dummy",

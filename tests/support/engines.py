@@ -84,6 +84,7 @@ def open_llm(
     """
     from vllm import LLM
 
+    choose_layouts(extension)
     arguments = SETTINGS | {"tensor_parallel_size": ranks} | ({"worker_extension_cls": extension} if extension else {}) | settings
     with set_environment(environment(ranks, in_process)), unmixed():
         llm = LLM(model=str(folder), **arguments)
@@ -93,6 +94,16 @@ def open_llm(
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+
+
+def choose_layouts(extension: str) -> None:
+    """Give this process plain or packed CPU layouts: an engine before it may have left the other. Workers choose by importing."""
+    if extension.startswith("tests.support."):
+        from tests.support import plain_cpu
+
+        plain_cpu.keep_plain_layouts()
+    elif "tests.support.plain_cpu" in sys.modules:
+        sys.modules["tests.support.plain_cpu"].pack_again()
 
 
 @contextlib.contextmanager

@@ -62,14 +62,30 @@ def _apply(
     run_experts(output, hidden_states, w1, w2, arguments["topk_weights"], arguments["topk_ids"], arguments.get("expert_map"))
 
 
+_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+_experts = cpu_moe.CPUUnquantizedExperts
+_stock = (
+    ops._supports_onednn,
+    layer_utils.check_cpu_sgl_kernel,
+    _experts.process_weights_after_loading,
+    _experts.apply,
+    {method: live_layout.KNOWN[method] for method in _METHODS},
+)
+
+
 def keep_plain_layouts() -> None:
     """Patch this process's vLLM: linears stay `weight [out, in]`, experts stay `w13 [E, 2I, H]` and `w2 [E, H, I]`."""
     ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
-    cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = _no_packing
-    cpu_moe.CPUUnquantizedExperts.apply = _apply
-    for method in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"):
-        live_layout.KNOWN[method] = lambda module, view: (PLAIN, "")
+    _experts.process_weights_after_loading, _experts.apply = _no_packing, _apply
+    live_layout.KNOWN.update({method: lambda module, view: (PLAIN, "") for method in _METHODS})
+
+
+def pack_again() -> None:
+    """Undo `keep_plain_layouts`, for the next stock engine of this process."""
+    ops._supports_onednn, layer_utils.check_cpu_sgl_kernel = _stock[:2]
+    _experts.process_weights_after_loading, _experts.apply = _stock[2:4]
+    live_layout.KNOWN.update(_stock[4])
 
 
 keep_plain_layouts()
