@@ -35,8 +35,8 @@ from examples.support.tiny_model import build_megatron, import_megatron, save_mo
 PROMPTS = ["the ", "a re", "new ", "old ", "rank", "copy", "plan", "wire"]
 """All of four tokens (the tokenizer knows bytes), so that a batch needs no padding."""
 MAX_KL = 1e-4
-"""Trainer and engine run different kernels. With equal weights in float32 the mean KL was 1e-12 or less in every run; with weights
-that are a few steps old it is above 1e-3."""
+"""Trainer and engine run different kernels. With equal weights in float32 the mean KL was 1e-12 or less in every run; with
+weights that are a few steps old it is above 1e-3."""
 MAX_KL_CUDA = 1e-3
 """Some kernels of a GPU round to TF32."""
 MAX_KL_MXFP8 = 0.1

@@ -1,6 +1,7 @@
 """Prometheus metrics of a trainer's refits, in the process of trainer rank 0.
 
-Serve them with `prometheus_client.start_http_server(port, addr="127.0.0.1")`, or through whatever registry the trainer already serves.
+Serve them with `prometheus_client.start_http_server(port, addr="127.0.0.1")`, or through whatever registry the trainer already
+serves.
 """
 
 from __future__ import annotations

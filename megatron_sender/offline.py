@@ -8,6 +8,7 @@ parallel groups, which the bridge's mappings ask for, so a rank is played by tel
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -108,7 +109,7 @@ def _ground() -> dict[str, Any]:
                 "Megatron's layers can't be built here", where="Transformer Engine", got="not installed", do=do
             ) from None
         sys.path.append(str(root))
-        from examples.support import tiny_model
+        tiny_model: Any = importlib.import_module("examples.support.tiny_model")
 
         tiny_model.import_megatron()
         return {"plain": tiny_model._plain_settings}

@@ -7,8 +7,8 @@
         sender.refit(f"step-{step}")
 
 `prepare` describes this rank's shards, lets rank 0 offer those of all ranks to the engine, and builds the joint plan from the
-boxes that the engine's ranks answer with. Each engine rank planned for itself; its digest must equal that of its share of the joint
-plan. `refit` makes the bytes that the plan names readable, has the engine pull and commit, and returns a report.
+boxes that the engine's ranks answer with. Each engine rank planned for itself; its digest must equal that of its share of the
+joint plan. `refit` makes the bytes that the plan names readable, has the engine pull and commit, and returns a report.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ LINK_BYTES = 64 << 20
 
 
 class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """wire: how bytes travel. unused: checkpoint names that no engine rank needs to read. caches: what a commit does with caches of
-    older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end. resident: the trainer's memory
-    is never freed between refits, so engines may keep it mapped. prequantize: quantise in the trainer what engines hold as MXFP8, and
-    the checkpoint names in `quantise` beside. sample: moves that every engine rank recomputes by the reference before each commit.
+    """wire: how bytes travel. unused: checkpoint names that no engine rank needs to read. caches: what a commit does with caches
+    of older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end. resident: the trainer's
+    memory is never freed between refits, so engines may keep it mapped. prequantize: quantise in the trainer what engines hold as
+    MXFP8, and the checkpoint names in `quantise` beside. sample: moves that every engine rank recomputes by the reference before
+    each commit.
     """
 
     wire: WireName = "shm"
@@ -109,8 +110,8 @@ class MegatronSender:
         engine: EngineClient | Sequence[EngineClient] | None,
         config: SenderConfig | None = None,
     ) -> None:
-        """model_chunks: Megatron's model chunks of this rank. bridge: the `AutoBridge` that made them. engine: a client, or one for
-        each engine that is refitted together, on rank 0; None on the others.
+        """model_chunks: Megatron's model chunks of this rank. bridge: the `AutoBridge` that made them. engine: a client, or one
+        for each engine that is refitted together, on rank 0; None on the others.
         """
         self.config = config or SenderConfig()
         if self.config.deadline_s <= 0:
@@ -151,7 +152,9 @@ class MegatronSender:
 
     def _describe(self, names: Collection[str] = ()) -> bytes:
         self.source = source_map(self._chunks, self._bridge, rank=self.ranks.rank)
-        loose = [b.name for b, t in zip(self.source.placements.buffers, self.source.tensors, strict=True) if not t.is_contiguous()]
+        loose = [
+            b.name for b, t in zip(self.source.placements.buffers, self.source.tensors, strict=True) if not t.is_contiguous()
+        ]
         if loose:
             raise ConfigError("tensors of the trainer are not contiguous", where="the source map", got=loose[:5])
         tensors = {name: TensorSpec(shape, dtype) for name, (shape, dtype) in self.source.manifest.items()}
@@ -181,7 +184,10 @@ class MegatronSender:
             raise_problems(replies)
             names |= {name for reply in replies for name in reply.quantise}
             first += len(replies)
-        unknown = [Problem("it is to be quantised and not offered", f"tensor {n!r}", do=suggest(n, manifest.tensors)) for n in sorted(names - set(manifest.tensors))]
+        unknown = [
+            Problem("it is to be quantised and not offered", f"tensor {n!r}", do=suggest(n, manifest.tensors))
+            for n in sorted(names - set(manifest.tensors))
+        ]
         if unknown:
             raise ConfigError.of(unknown)
         return [msgspec.msgpack.encode(sorted(names))] * self.ranks.size
@@ -322,7 +328,9 @@ class MegatronSender:
             for replies in self.replies
         ]
 
-    def _refit_actively(self, sender: ActiveSender, publish: Callable[[], bytes], version: str, seconds: dict[str, float]) -> _Verdict:
+    def _refit_actively(
+        self, sender: ActiveSender, publish: Callable[[], bytes], version: str, seconds: dict[str, float]
+    ) -> _Verdict:
         """A refit in which every trainer rank works while the engines' calls run."""
         name = self.config.wire
 
@@ -374,14 +382,19 @@ class MegatronSender:
         assert self.plan is not None
         share = self.plan.for_source(self.ranks.rank)
         place = {(b.rank, b.name): i for i, b in enumerate(self._placements.buffers)}
-        memory = _Memory({i: as_bytes(self._tensors[place[b.rank, b.name]]) for i, b in enumerate(share.sources) if (b.rank, b.name) in place})
+        memory = _Memory(
+            {i: as_bytes(self._tensors[place[b.rank, b.name]]) for i, b in enumerate(share.sources) if (b.rank, b.name) in place}
+        )
 
         scales = PlacedScales(share, self._placements, self._tensors)
 
         def content(move: int) -> Content:
             return sent_content(share, move, memory, scales)
 
-        by_rank = {int(r): sum_by_tensor(share, np.flatnonzero(share.target_rank == r).tolist(), content) for r in np.unique(share.target_rank)}
+        by_rank = {
+            int(r): sum_by_tensor(share, np.flatnonzero(share.target_rank == r).tolist(), content)
+            for r in np.unique(share.target_rank)
+        }
         return msgspec.msgpack.encode(by_rank)
 
     def _verify_engines(self, raw: list[bytes]) -> list[bytes]:
@@ -416,7 +429,8 @@ class _Memory:
 
 
 def copy_rate(device: torch.device | str = "cpu") -> float:
-    """GB/s, read plus written, of a copy in the memory of `device`, 64 MiB on a CPU and 1 GiB on a GPU: the ceiling of a refit there."""
+    """GB/s, read plus written, of a copy in the memory of `device`, 64 MiB on a CPU and 1 GiB on a GPU: the ceiling of a refit
+    there."""
     device = torch.device(device)
     size = LINK_BYTES * (16 if device.type == "cuda" else 1)
     a, b = torch.ones(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8, device=device)

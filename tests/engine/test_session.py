@@ -292,7 +292,9 @@ def test_changed_content_is_found_by_verify(llm: Any, trainer: WholeTrainer, wan
     trainer.client.verify({"0": digests})
 
 
-def test_a_sample_is_checked_before_the_commit(llm: Any, trainer: WholeTrainer, wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_is_checked_before_the_commit(
+    llm: Any, trainer: WholeTrainer, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer.prepare()
     (report,) = trainer.client.update(trainer.publish("checked", sample=16))
     assert report.sampled == 16

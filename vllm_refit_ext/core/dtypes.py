@@ -21,9 +21,7 @@ ITEMSIZE = {
 }
 """Bytes an element."""
 
-CASTS = frozenset(
-    (a, b) for a in ("bfloat16", "float16", "float32") for b in ("bfloat16", "float16", "float32") if a != b
-)
+CASTS = frozenset((a, b) for a in ("bfloat16", "float16", "float32") for b in ("bfloat16", "float16", "float32") if a != b)
 """(source, target) pairs that a move may convert. Every other pair of unequal dtypes is refused: a copy between, say,
 uint8 and float8_e8m0fnu would convert numbers where bytes were meant."""
 

@@ -20,7 +20,8 @@ DEADLINE_S = 300.0
 """Seconds that a refit may take, unless the caller says otherwise."""
 
 WireName = Literal["shm", "ipc", "ipc_staged", "collective"]
-"""How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `collective`: shard to shard over NCCL or gloo. The field of `UpdateInfo` with this name holds the wire's own part."""
+"""How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `collective`: shard to shard over NCCL or
+gloo. The field of `UpdateInfo` with this name holds the wire's own part."""
 
 CachePolicy = Literal["reset", "reset_running", "keep"]
 """What a commit does with caches computed from older weights. `reset`: clear the prefix and encoder caches; refused before
@@ -89,9 +90,9 @@ class CollectiveInfo(Message, frozen=True, kw_only=True):
 
 
 class IpcRank(Message, frozen=True, kw_only=True):
-    """One trainer rank's memory for wire `ipc`. process, device: who made the handles, on which GPU (UUID). epoch: names the handles,
-    which are in `export` when this epoch is new. nonce: the word that stands in its memory during this refit. resident: mappings may
-    stay open. All empty for a rank that nothing is read from.
+    """One trainer rank's memory for wire `ipc`. process, device: who made the handles, on which GPU (UUID). epoch: names the
+    handles, which are in `export` when this epoch is new. nonce: the word that stands in its memory during this refit. resident:
+    mappings may stay open. All empty for a rank that nothing is read from.
     """
 
     rank: int
@@ -110,9 +111,9 @@ class IpcInfo(Message, frozen=True, kw_only=True):
 
 
 class RingInfo(Message, frozen=True, kw_only=True):
-    """One trainer rank's ring for wire `ipc_staged`. name: of the file with the words. slots: bytes of a buffer for each engine rank.
-    start: where the buffers begin in that file when they are not on a GPU. handle, device, address, process: the memory on a GPU.
-    nonce: the word that stands in the ring during this refit."""
+    """One trainer rank's ring for wire `ipc_staged`. name: of the file with the words. slots: bytes of a buffer for each engine
+    rank. start: where the buffers begin in that file when they are not on a GPU. handle, device, address, process: the memory on
+    a GPU. nonce: the word that stands in the ring during this refit."""
 
     rank: int
     name: str
@@ -137,9 +138,9 @@ class UpdateInfo(Message, frozen=True, kw_only=True):
     """What `update_weights` is told.
 
     version: opaque name of the new weights, set at commit. session: a name for this attempt, the same on all ranks. digests: by
-    engine rank as text, the digest of its share of the plan; empty skips nothing, it means the caller did not plan.
-    deadline_s: seconds from the start of the call within which every wait must end. sample: moves that each rank recomputes by the
-    reference and compares before the commit, drawn anew for each session.
+    engine rank as text, the digest of its share of the plan; empty skips nothing, it means the caller did not plan. deadline_s:
+    seconds from the start of the call within which every wait must end. sample: moves that each rank recomputes by the reference
+    and compares before the commit, drawn anew for each session.
     """
 
     wire: WireName
@@ -156,8 +157,8 @@ class UpdateInfo(Message, frozen=True, kw_only=True):
 
 
 class UpdateReport(Message, frozen=True, kw_only=True):
-    """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, as they travelled. launches: kernels
-    that wrote. sampled: moves that were recomputed by the reference and found equal.
+    """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, as they travelled.
+    launches: kernels that wrote. sampled: moves that were recomputed by the reference and found equal.
     """
 
     rank: int
@@ -183,9 +184,9 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class VerifyReply(Message, frozen=True, kw_only=True):
-    """problems: why there are no digests. Digests of one engine rank's share, by tensor as hexadecimal text. staged: names whose live bytes can't be read back in
-    canonical form, so that the digest is of what was handed to the engine's own reload. differs: names that differ from what
-    was expected, in plan order."""
+    """problems: why there are no digests. Digests of one engine rank's share, by tensor as hexadecimal text. staged: names whose
+    live bytes can't be read back in canonical form, so that the digest is of what was handed to the engine's own reload. differs:
+    names that differ from what was expected, in plan order."""
 
     rank: int
     problems: list[Problem] = []

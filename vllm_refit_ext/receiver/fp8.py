@@ -20,4 +20,6 @@ def parse_fp8_config(value: object) -> Fp8Config:
     try:
         return msgspec.convert(value, Fp8Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"fp8_config can't be read: {error}", where="prepare_refit_info", got=repr(value)[:80], wanted="{'prequantize': bool}") from None
+        raise ConfigError(
+            f"fp8_config can't be read: {error}", where="prepare_refit_info", got=repr(value)[:80], wanted="{'prequantize': bool}"
+        ) from None

@@ -109,7 +109,9 @@ class Receiver:
         coded = [name for name, spec in manifest.tensors.items() if spec.format == "mxfp8"]
         if coded and not fp8_config.prequantize:
             do = "pass fp8_config {'prequantize': true}"
-            raise ManifestError.of([Problem("it travels as MXFP8, which was not negotiated", f"tensor {n!r}", do=do) for n in coded])
+            raise ManifestError.of(
+                [Problem("it travels as MXFP8, which was not negotiated", f"tensor {n!r}", do=do) for n in coded]
+            )
         sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
         targets, plan = self._plan(manifest, sources, offer.first_rank + self.view.rank, clock)
         digest = plan.digest(targets.rank)
@@ -140,7 +142,8 @@ class Receiver:
         )
 
     def _plan(self, manifest: Manifest, sources: Placements, rank: int, clock: Clock) -> tuple[Targets, Plan]:
-        """Targets and plan. A tensor that the trainer cuts through a block of MXFP8 takes the reload, which the cut does not trouble."""
+        """Targets and plan. A tensor that the trainer cuts through a block of MXFP8 takes the reload, which the cut does not
+        trouble."""
         with clock("routes"):
             recording = record(self.view, manifest, rank)
         refused: dict[str, str] = {}
@@ -220,7 +223,9 @@ class Receiver:
             version=update.version,
             writer=prepared.targets.writer,
             seconds=clock.seconds,
-            received={str(rank): n for rank, n in reader.received.items()} if isinstance(reader, StagedReader) else prepared.received,
+            received={str(rank): n for rank, n in reader.received.items()}
+            if isinstance(reader, StagedReader)
+            else prepared.received,
             moves=len(prepared.plan),
             launches=prepared.launches(),
             sampled=self._sampled,
@@ -257,7 +262,9 @@ class Receiver:
         if self.prepared is not None:
             return self.prepared
         if self.problems:
-            head = Problem("the last prepare_refit_info found problems", "update_weights", do="mend them and call prepare_refit_info again")
+            head = Problem(
+                "the last prepare_refit_info found problems", "update_weights", do="mend them and call prepare_refit_info again"
+            )
             raise SessionError.of([head, *self.problems])
         raise SessionError(
             "update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first"
@@ -419,7 +426,8 @@ class Clock:
 
 
 def asleep(targets: Targets) -> str:
-    """The name of a weight whose memory a sleep has taken away, or nothing. All weights sleep together, so a few are looked at."""
+    """The name of a weight whose memory a sleep has taken away, or nothing. All weights sleep together, so a few are looked
+    at."""
     written = {**targets.params, **{name: held.values for name, held in targets.held.items()}}
     for name in list(written)[:: max(1, len(written) // 4)]:
         if written[name].device.type == "cuda" and written[name].numel() and not is_mapped(written[name].data_ptr()):

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.coded import CHECKPOINT, PLAIN, dequantised_to
+from vllm_refit_ext.core.errors import Problem, VerifyError
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Buffer
-from vllm_refit_ext.core.errors import Problem, VerifyError
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.wires.boxes import Memory, as_bytes, box_view, source_view, target_view
 from vllm_refit_ext.wires.coded import CODES, ScaleMoves, dequantise, gather_scales
@@ -52,7 +52,9 @@ class InPlaceWriter:
         for move in chosen:
             target = self._targets[move]
             if not torch.equal(target, source_view(self.plan, move, reader).to(target.dtype)):
-                wrong.append(Problem("memory differs from its source", f"tensor {self.plan.names[int(self.plan.tensor[move])]!r}"))
+                wrong.append(
+                    Problem("memory differs from its source", f"tensor {self.plan.names[int(self.plan.tensor[move])]!r}")
+                )
         if wrong:
             raise VerifyError.of(wrong)
         return len(chosen)
@@ -72,8 +74,8 @@ class ReloadWriter:
     name = "reload"
 
     def __init__(self, plan: Plan, reload: Reload, device: torch.device | str = "cpu") -> None:
-        """plan: this rank's moves. reload: the engine's reload, called with (name, tensor) pairs and all their names. device: where the
-        tensors are made."""
+        """plan: this rank's moves. reload: the engine's reload, called with (name, tensor) pairs and all their names. device:
+        where the tensors are made."""
         wanted = np.array([b.layout.startswith(CHECKPOINT) for b in plan.targets], bool)
         self.plan = plan.select(wanted[plan.target] if len(plan) else np.zeros(0, bool))
         self._reload, self._device = reload, device

@@ -3,9 +3,9 @@
 A wire module has four functions, and the rest of the project knows no more of it:
 
     shares(plan, ranks) -> list of bytes          rank 0 of the trainer, once: what each trainer rank must know to open its half
-    open_sender(rank, share, tensors) -> Sender   each trainer rank, once
-    info(parts) -> message                        rank 0, every refit: the field of `UpdateInfo` named like the wire, from all `begin`s
-    open_reader(update, plan, kept) -> Reader     each engine rank, every refit; `kept` is a dict that the wire may keep things in
+    open_sender(rank, share, tensors) -> Sender   each trainer rank, once info(parts) -> message                        rank 0,
+    every refit: the field of `UpdateInfo` named like the wire, from all `begin`s open_reader(update, plan, kept) -> Reader
+    each engine rank, every refit; `kept` is a dict that the wire may keep things in
 
 Everything that can be wrong is found in `open_reader`, before the first write.
 
@@ -84,8 +84,9 @@ class ActiveSender(Sender, Protocol):
 class StagedReader(Reader, Protocol):
     """An engine rank's half for bytes that come piece by piece. `memory` serves its own plans and fetches what it is asked for.
 
-    whole: the plan's moves in the order of their travel, with staging as their source; the reload's writer runs on it. steps: after
-    the reload, a plan for each group of moves in place that are there together. received: bytes by trainer rank, as they came.
+    whole: the plan's moves in the order of their travel, with staging as their source; the reload's writer runs on it. steps:
+    after the reload, a plan for each group of moves in place that are there together. received: bytes by trainer rank, as they
+    came.
     """
 
     whole: Plan
@@ -93,7 +94,8 @@ class StagedReader(Reader, Protocol):
     received: dict[int, int]
 
     def start(self, deadline: float) -> None:
-        """Meet the other side, after this engine's ranks have agreed and before the first write. deadline: time.monotonic seconds.
+        """Meet the other side, after this engine's ranks have agreed and before the first write. deadline: time.monotonic
+        seconds.
 
         Raises the same RefitError on all ranks of both sides.
         """

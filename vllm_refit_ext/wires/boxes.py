@@ -66,8 +66,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def move_digest(plan: Plan, move: int, box: Content) -> int:
     """Digest of a move's content. box: [extent of the move], in the target's dtype; codes and scales count as two boxes.
 
-    The digest of a tensor on an engine rank is the sum over that rank's moves (`core.digest` is additive over disjoint boxes), so a
-    sender computes its part from its own shards, and the parts of all trainer ranks add up.
+    The digest of a tensor on an engine rank is the sum over that rank's moves (`core.digest` is additive over disjoint boxes), so
+    a sender computes its part from its own shards, and the parts of all trainer ranks add up.
     """
     shape = plan.manifest.tensors[plan.names[int(plan.tensor[move])]].shape
     start = plan.lo[move, : len(shape)].tolist()
