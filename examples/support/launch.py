@@ -176,18 +176,29 @@ def _run_job(job: dict[str, Any], pipes: tuple[int, int]) -> dict[str, Any]:
     import torch.distributed as dist
 
     ranks, deadline = job["ranks"], time.monotonic() + job["timeout"]
-    # The store is the rendezvous itself, bound here with a port of the kernel's choice: no gap in which another takes it.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=job["timeout"]))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        # All ranks are forked before the store exists: its thread asks for host names while ranks connect, and a rank forked in
+        # such a moment would inherit the C library's lock for that, held for ever.
+        gates = []
         for rank in range(ranks):
             sys.stdout.flush()
             sys.stderr.flush()
+            gate, opener = os.pipe()
             pid = os.fork()
             if pid == 0:
-                for end in pipes:
+                for end in (*pipes, opener, *gates):
                     os.close(end)
-                _be_rank(job, rank, store.port, Path(folder))
+                (port,) = struct.unpack("<Q", _read(gate, 8))
+                os.close(gate)
+                _be_rank(job, rank, port, Path(folder))
+            os.close(gate)
+            gates.append(opener)
             _children[pid] = rank
+        # The store is the rendezvous itself, bound here with a port of the kernel's choice: no gap in which another takes it.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=job["timeout"]))
+        for opener in gates:
+            os.write(opener, struct.pack("<Q", store.port))
+            os.close(opener)
         failed = _wait_for_ranks(deadline, job["timeout"], caller=pipes[0])
         for pid, rank in list(_children.items()):
             failed.setdefault(rank, "ended, because another rank failed or time ran out")
