@@ -9,6 +9,7 @@ is finalised, and `recover` puts a model back that a failure left half way.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
@@ -79,7 +80,8 @@ def reload_weights(view: WorkerView, tensors: Iterable[tuple[str, torch.Tensor]]
             _restore_cpu_kernels(kernels)
             raise _explain(error, feed, wrote) from error
         try:
-            layerwise.finalize_layerwise_reload(model, view.vllm_config.model_config)
+            with _expecting_untouched_layers():
+                layerwise.finalize_layerwise_reload(model, view.vllm_config.model_config)
             _restore_cpu_kernels(kernels)
             untouched = _settle_tied(view, untouched)
             _check_in_place(model, addresses)
@@ -197,6 +199,21 @@ def _explain(error: Exception, feed: _Feed, wrote: bool) -> RefitError:
     if wrote:
         return TornError.of(problems, "a reload failed after it had written to the engine; a full refit is needed")
     return kind.of(problems)
+
+
+@contextlib.contextmanager
+def _expecting_untouched_layers() -> Iterator[None]:
+    """Without vLLM's warning for every layer that got nothing: those are written in place, and the caller is told of them."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in str(record.msg)
+
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
 
 
 @contextlib.contextmanager
