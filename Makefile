@@ -1,19 +1,27 @@
 # Two commands from a fresh clone with python3, pip and make: `make demo` and `make test`. Each sets up .venv by itself.
-.PHONY: .setup demo test test-unit test-engine test-gpu lint bench-planning pins clean
+.PHONY: .setup demo test test-all test-unit test-engine test-gpu lint bench-planning pins clean
 
 RUN = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 .venv/bin/python
+# vLLM keeps groups, patches and registries in the process, so each file of engine tests gets one of its own.
+PER_FILE = $(RUN) -m pytest -q --durations=3
+SHORT = $(shell grep -L "^pytestmark = .*mark.long" tests/engine/test_*.py)
 
 demo: .setup           ## the main job: train, sample and refit on this machine's CPU
 	$(RUN) examples/colocated_sync_rl.py
 
-test: .setup lint      ## lint, types and every test that this machine can run
-	$(RUN) -m pytest
+test: .setup lint      ## lint, types and the tests of this machine, but for the longest
+	$(RUN) -m pytest tests/unit tests/gpu
+	@set -e; for file in $(SHORT); do $(PER_FILE) $$file; done
 
-test-unit: .setup      ## pure tests, in seconds
+test-all: .setup lint  ## the longest too
+	$(RUN) -m pytest tests/unit tests/gpu
+	@set -e; for file in tests/engine/test_*.py; do $(PER_FILE) -m "not full_size" $$file; done
+
+test-unit: .setup      ## pure tests, in a few minutes
 	$(RUN) -m pytest tests/unit
 
 test-engine: .setup    ## real vLLM engines and real Megatron, on a CPU
-	$(RUN) -m pytest tests/engine
+	@set -e; for file in $(SHORT); do $(PER_FILE) $$file; done
 
 test-gpu: .setup       ## on a machine with an NVIDIA GPU
 	$(RUN) -m pytest tests/gpu

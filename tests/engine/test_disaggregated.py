@@ -25,7 +25,7 @@ from vllm_refit_ext.core.table import unpack_placements
 from vllm_refit_ext.receiver.session import whole_tensors
 from vllm_refit_ext.wires import collective
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 TOKENS = 160
 

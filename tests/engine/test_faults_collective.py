@@ -18,7 +18,7 @@ from tests.support.engine_bridge import bridge, one_by_one
 from tests.support.engines import open_llm
 from vllm_refit_ext.client import LLMClient
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 PID = "tests.support.collective_jobs.PidExtension"
 GEOMETRY = {"ep": 2}

@@ -11,7 +11,7 @@ from examples.support.launch import run_ranks
 from examples.support.tiny_model import save_model
 from tests.support import engine_probe
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def test_an_engine_over_two_ranks_starts_twice_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

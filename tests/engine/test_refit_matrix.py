@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 STOCK, PLAIN = "vllm_refit_ext.RefitWorkerExtension", "tests.support.plain_cpu.PlainCpuExtension"
 ENGINES: dict[str, dict[str, Any]] = {
-    "stock-tp1": {"extension": STOCK, "in_process": True},
+    "stock-tp1": {"extension": STOCK},
     "stock-tp2": {"extension": STOCK, "ranks": 2},
     "plain-tp1": {"extension": PLAIN},
     "plain-tp2": {"extension": PLAIN, "ranks": 2},
@@ -56,7 +56,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_model("qwen3_moe", root / "start", seed=0), save_model("qwen3_moe", root / "trained", seed=1)
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+LONG = ("stock-tp2", "plain-tp2")
+"""Engines whose parts the others show too: they wait for `make test-all`."""
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in ENGINES])
 def engine(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Iterator[Running]:
     settings = ENGINES[request.param]
     start, trained = checkpoints
