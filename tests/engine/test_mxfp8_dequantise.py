@@ -45,3 +45,4 @@ def test_a_stock_cpu_engine_reloads_what_it_dequantised(folder):
     with open_llm(folder, dtype="bfloat16", in_process=True, extension=extension) as llm, bridge(llm) as url:
         results = run_ranks(hand_over, 1, str(folder), {}, url, {"quantise": (name,)})
     assert results[0]["coded"] == [name]
+    assert results[0]["compared"]

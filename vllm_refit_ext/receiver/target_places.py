@@ -181,13 +181,15 @@ def _staged(table: Placements, recording: Recording, reload: Mapping[str, str], 
         whole = ((0,) * len(spec.shape), spec.shape)
         wanted = _separate(boxes[name]) if name not in recording.routes.computed else [whole]
         layout, partner = CHECKPOINT, recording.partners.get(name, "")
+        scale = name + SCALE  # the name under which the engine's loader takes scales
         if partner and name not in recording.rerouted:
             layout = f"{STAGED_DEQUANTISED}:{created.get(name, recording.usual)}"
+            scale = f"{name}{SCALE_OF}{partner}"
         buffers.append(Buffer(name, rank, spec.dtype, spec.shape, layout))
         rows += _row_major(name, len(buffers) - 1, spec.shape, spec.dtype, wanted)
         if partner:
             other = manifest.tensors[partner]
-            buffers.append(Buffer(name + SCALE, rank, other.dtype, other.shape, layout))
+            buffers.append(Buffer(scale, rank, other.dtype, other.shape, layout))
             outward = {((*lo[:-1], lo[-1] // BLOCK), (*hi[:-1], -(-hi[-1] // BLOCK))) for lo, hi in wanted}
             rows += _row_major(partner, len(buffers) - 1, other.shape, other.dtype, _separate(outward))
     return Placements.from_rows(buffers, rows)
