@@ -35,6 +35,7 @@ from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
 from vllm_refit_ext.wires.boxes import as_bytes, source_view, target_view
@@ -104,7 +105,6 @@ class Rank:
         if o.backend == "nccl":
             torch.cuda.set_device(self.device)
         torch.set_num_threads(1)
-        collective.BUCKET_BYTES = o.bucket
         self.board = torch.distributed.TCPStore(
             "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S)
         )
@@ -115,7 +115,8 @@ class Rank:
             mine = [b for b in self.plan.sources if b.rank == rank]
             self.tensors = [content(b.name, b.shape, self.device) for b in mine]
             self.held = dict(zip([b.name for b in mine], self.tensors, strict=True))
-            self.sender = collective.open_sender(rank, collective.shares(self.plan, o.trainers)[rank], self.tensors)
+            shares = collective.shares(self.plan, Sites.single(o.trainers, o.engines), o.bucket)
+            self.sender = collective.open_sender(rank, shares[rank], self.tensors)
         else:
             self.plan = build_plan(self.manifest, sources, targets[rank - o.trainers])
             self.params = {b.name: torch.zeros(b.shape, dtype=torch.bfloat16, device=self.device) for b in self.plan.targets}

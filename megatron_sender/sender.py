@@ -34,11 +34,14 @@ from vllm_refit_ext.core.messages import DEADLINE_S, CachePolicy, PrepareReply, 
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan, check_consumed
 from vllm_refit_ext.core.plan_wire import PackedPlan, pack_plan, unpack_plan
+from vllm_refit_ext.core.sites import Sites, this_site
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
-from vllm_refit_ext.wires import ActiveSender, ResidentSender, Sender, wire
+from vllm_refit_ext.wires import BUCKET_BYTES, ActiveSender, ResidentSender, Sender, wire
 from vllm_refit_ext.wires.boxes import MODULUS, Content, as_bytes, sum_by_tensor
 from vllm_refit_ext.wires.coded import PlacedScales, sent_content
 
+SMALLEST_BUCKET = 1 << 10
+"""Bytes. A bucket must hold an element; a thousand of its messages cost more than their bytes already."""
 LINK_BYTES = 64 << 20
 """Size of the copy that measures what this machine's memory can do."""
 
@@ -48,7 +51,7 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end. resident: the trainer's
     memory is never freed between refits, so engines may keep it mapped. prequantize: quantise in the trainer what engines hold as
     MXFP8, and the checkpoint names in `quantise` beside. sample: moves that every engine rank recomputes by the reference before
-    each commit.
+    each commit. bucket_bytes: most payload of a message on the wires that stage, `ipc_staged` and `collective`.
     """
 
     wire: WireName = "shm"
@@ -59,6 +62,7 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prequantize: bool = False
     quantise: tuple[str, ...] = ()
     sample: int = 0
+    bucket_bytes: int = BUCKET_BYTES
 
 
 class RefitReport(msgspec.Struct, frozen=True):
@@ -84,6 +88,7 @@ class _Description(msgspec.Struct):
     tensors: dict[str, TensorSpec]
     aliases: dict[str, str]
     placements: PackedPlacements
+    site: str
 
 
 class _Share(msgspec.Struct):
@@ -114,8 +119,7 @@ class MegatronSender:
         for each engine that is refitted together, on rank 0; None on the others.
         """
         self.config = config or SenderConfig()
-        if self.config.deadline_s <= 0:
-            raise ConfigError("the deadline must be positive", where="SenderConfig.deadline_s", got=self.config.deadline_s)
+        _check(self.config)
         self._chunks, self._bridge = model_chunks, bridge
         self._engines = [engine] if isinstance(engine, EngineClient) else list(engine or [])
         self.ranks = Ranks(self.config.deadline_s + 2 * LATE_S)
@@ -161,7 +165,7 @@ class MegatronSender:
         if names:
             self._prequantised = Prequantised(tensors, self.source.placements, self.source.tensors, names)
             tensors = self._prequantised.specs
-        return msgspec.msgpack.encode(_Description(tensors, self.source.aliases, pack_placements(self._placements)))
+        return msgspec.msgpack.encode(_Description(tensors, self.source.aliases, pack_placements(self._placements), this_site()))
 
     @property
     def _placements(self) -> Placements:
@@ -220,7 +224,10 @@ class MegatronSender:
             raise PlanError.of(problems, f"{len(problems)} offered tensor(s) go nowhere")
         self.plan = build_plan(manifest, sources, concatenate(targets))
         self._check_digests()
-        return self._shares(self.plan)
+        at = [msgspec.msgpack.decode(r, type=_Description).site for r in raw]
+        return self._shares(
+            self.plan, Sites(at, [r.site for replies in self.replies for r in sorted(replies, key=lambda r: r.rank)])
+        )
 
     def _check_digests(self) -> None:
         assert self.plan is not None
@@ -234,8 +241,8 @@ class MegatronSender:
         if problems:
             raise PlanError.of(problems, "the two sides disagree on the plan; install the same version of this project on both")
 
-    def _shares(self, plan: Plan) -> list[bytes]:
-        wires = wire(self.config.wire).shares(plan, self.ranks.size)
+    def _shares(self, plan: Plan, sites: Sites) -> list[bytes]:
+        wires = wire(self.config.wire).shares(plan, sites, self.config.bucket_bytes)
         total = int(plan.nbytes.sum())
         return [
             msgspec.msgpack.encode(_Share(plan.manifest, pack_plan(plan.for_source(rank)), wires[rank], total))
@@ -426,6 +433,17 @@ class _Memory:
 
     def memory(self, buffer: int) -> torch.Tensor:
         return self._tensors[buffer]
+
+
+def _check(config: SenderConfig) -> None:
+    problems = []
+    if config.deadline_s <= 0:
+        problems.append(Problem("the deadline must be positive", "SenderConfig.deadline_s", str(config.deadline_s)))
+    if config.bucket_bytes < SMALLEST_BUCKET:
+        wanted = f"at least {SMALLEST_BUCKET}"
+        problems.append(Problem("a bucket is too small", "SenderConfig.bucket_bytes", str(config.bucket_bytes), wanted))
+    if problems:
+        raise ConfigError.of(problems)
 
 
 def copy_rate(device: torch.device | str = "cpu") -> float:

@@ -21,6 +21,7 @@ from vllm_refit_ext.core.manifest import parse_state_dict_info
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.placement import concatenate
 from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import unpack_placements
 from vllm_refit_ext.receiver.session import whole_tensors
 from vllm_refit_ext.wires import collective
@@ -44,7 +45,7 @@ class Trainer:
         targets = concatenate([unpack_placements(r.targets) for r in replies if r.targets is not None])
         plan = build_plan(manifest, whole_tensors(manifest), targets)
         tensors = list(self.tensors.values())
-        self.sender = collective.open_sender(0, collective.shares(plan, 1)[0], tensors)
+        self.sender = collective.open_sender(0, collective.shares(plan, Sites.single(1, len(replies)))[0], tensors)
         self.told = collective.info([self.sender.begin(tensors)])
 
     def refit(self, version: str, caches: str) -> None:

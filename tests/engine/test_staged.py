@@ -18,7 +18,6 @@ from vllm_refit_ext.core.coded import TRAVELLING_SCALE
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.kernels.mxfp8 import quantize
-from vllm_refit_ext.wires import ipc_staged
 
 pytestmark = pytest.mark.engine
 
@@ -31,18 +30,18 @@ def engine(tmp_path_factory):
 
 
 @pytest.mark.parametrize("bucket", [64 << 20, 50_000, 4096])
-def test_buckets_change_nothing(engine, monkeypatch, bucket):
+def test_buckets_change_nothing(engine, bucket):
     """BF16 and MXFP8, in one bucket, in many, in buckets smaller than most tensors."""
     folder, llm = engine
-    monkeypatch.setattr(ipc_staged, "BUCKET_BYTES", bucket)
     before = live(llm)
     given = weights(folder)
-    sender = LooseSender(LLMClient(llm), {n: t * 1.5 for n, t in given.items()}, wire_name="ipc_staged")
+    sender = LooseSender(LLMClient(llm), {n: t * 1.5 for n, t in given.items()}, wire_name="ipc_staged", bucket_bytes=bucket)
     sender.prepare()
     sender.refit("other")
     assert same(live(llm), before)
     sender.close()
-    sender = LooseSender(LLMClient(llm), given, wire_name="ipc_staged", cuts={"model.layers.0.self_attn.o_proj.weight": (1, 2)})
+    cuts = {"model.layers.0.self_attn.o_proj.weight": (1, 2)}
+    sender = LooseSender(LLMClient(llm), given, wire_name="ipc_staged", cuts=cuts, bucket_bytes=bucket)
     names = sender.prepare({"prequantize": True})[0].quantise
     for i in range(2):
         report = sender.refit(f"same-{i}")[0]
@@ -55,18 +54,17 @@ def test_buckets_change_nothing(engine, monkeypatch, bucket):
         ((codes, scales),) = quantize([given[name]])
         offered |= {name: codes.view(torch.float8_e4m3fn), name + TRAVELLING_SCALE: scales}
         specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
-    sender = LooseSender(LLMClient(llm), dict(sorted(offered.items())), specs=specs, wire_name="ipc_staged")
+    sender = LooseSender(LLMClient(llm), dict(sorted(offered.items())), specs=specs, wire_name="ipc_staged", bucket_bytes=bucket)
     sender.prepare({"prequantize": True})
     sender.refit("coded")
     assert sender.verify() == len(given)
     sender.close()
 
 
-def test_a_trainer_that_stops_is_noticed(engine, monkeypatch):
+def test_a_trainer_that_stops_is_noticed(engine):
     """The trainer gives up between buckets: the engine says so at once, and a later refit heals it."""
     folder, llm = engine
-    monkeypatch.setattr(ipc_staged, "BUCKET_BYTES", 50_000)
-    sender = LooseSender(LLMClient(llm), weights(folder), wire_name="ipc_staged")
+    sender = LooseSender(LLMClient(llm), weights(folder), wire_name="ipc_staged", bucket_bytes=50_000)
     sender.prepare()
     pack = sender._sender._pack
 

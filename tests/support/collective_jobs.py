@@ -16,7 +16,6 @@ from megatron_sender.sender import MegatronSender, SenderConfig
 from tests.support.plain_cpu import PlainCpuExtension
 from vllm_refit_ext.client import HTTPClient
 from vllm_refit_ext.core.errors import RefitError
-from vllm_refit_ext.wires import collective
 from vllm_refit_ext.wires.collective_group import Group
 
 Failure = tuple[str, str, float]
@@ -35,9 +34,8 @@ class Trainer:
     """Megatron with a sender to the engines at `urls`, in rounds of `bucket` bytes."""
 
     def __init__(self, folder: str, geometry: dict[str, Any], urls: Sequence[str], bucket: int, **config: Any) -> None:
-        collective.BUCKET_BYTES = bucket
         self.bridge, self.chunks = build_megatron(folder, **geometry)
-        self.rank, self.config = dist.get_rank(), SenderConfig(wire="collective", **config)
+        self.rank, self.config = dist.get_rank(), SenderConfig(wire="collective", bucket_bytes=bucket, **config)
         self.connect(urls)
 
     def connect(self, urls: Sequence[str]) -> None:

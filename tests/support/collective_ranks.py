@@ -12,6 +12,7 @@ from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
 
@@ -46,7 +47,7 @@ class Rank:
     def __init__(
         self, folder: str, rank: int, bucket: int = 64, trainers: int = 2, engines: int = 2, device: str = "cpu"
     ) -> None:
-        collective.BUCKET_BYTES = bucket
+        self.bucket = bucket
         self.trainers, self.engines, self.device = trainers, engines, device
         self.folder, self.rank, self.kept = Path(folder), rank, {}
         manifest, sources, targets = tables(trainers, engines)
@@ -66,7 +67,8 @@ class Rank:
         self.tensors = [torch.zeros(self.rows, SHAPE[1], device=self.device)]
         if self.rank == self.trainers - 1:
             self.tensors.append(torch.zeros(7, dtype=torch.bfloat16, device=self.device))
-        self.sender = collective.open_sender(self.rank, collective.shares(self.plan, self.trainers)[self.rank], self.tensors)
+        shares = collective.shares(self.plan, Sites.single(self.trainers, self.engines), self.bucket)
+        self.sender = collective.open_sender(self.rank, shares[self.rank], self.tensors)
 
     def refit(
         self, name: str, version: int, deadline_s: float = 20.0, before=lambda: None, during=lambda: None

@@ -21,8 +21,9 @@ from vllm_refit_ext.core.manifest import Manifest, Offer, TensorSpec, pack_offer
 from vllm_refit_ext.core.messages import PrepareReply, UpdateInfo, UpdateReport
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import unpack_placements
-from vllm_refit_ext.wires import ActiveSender, ResidentSender, wire
+from vllm_refit_ext.wires import BUCKET_BYTES, ActiveSender, ResidentSender, wire
 from vllm_refit_ext.wires.boxes import MODULUS, as_bytes, sum_by_tensor
 from vllm_refit_ext.wires.coded import ScaleMoves, sent_content
 
@@ -46,8 +47,10 @@ class LooseSender:
         wire_name: str = "shm",
         resident: bool = False,
         deadline_s: float = 120.0,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.engine, self.wire_name, self.resident, self.deadline_s = engine, wire_name, resident, deadline_s
+        self.bucket_bytes = bucket_bytes
         self.manifest = Manifest(
             {
                 n: (specs or {}).get(n) or TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
@@ -83,7 +86,9 @@ class LooseSender:
         for reply in self.replies:
             assert reply.digest == self.plan.digest(reply.rank)
         chosen = wire(self.wire_name)
-        self._sender = chosen.open_sender(0, chosen.shares(self.plan, 1)[0], self.buffers)
+        self._sender = chosen.open_sender(
+            0, chosen.shares(self.plan, Sites.single(1, len(self.replies)), self.bucket_bytes)[0], self.buffers
+        )
         if isinstance(self._sender, ResidentSender):
             self._sender.resident = self.resident
         return self.replies

@@ -15,6 +15,7 @@ from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import IpcRank, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires import ResidentSender, cuda_ipc, ipc
 
 GPU = "GPU-0"
@@ -78,7 +79,7 @@ def tensors():
 
 
 def senders(plan):
-    shares = ipc.shares(plan, 2)
+    shares = ipc.shares(plan, Sites.single(2, 1))
     return [ipc.open_sender(rank, share, []) for rank, share in enumerate(shares)]
 
 

@@ -39,7 +39,8 @@ class PrepareReply(Message, frozen=True, kw_only=True):
     rank: this worker's rank in its engine. targets: the boxes it needs, in checkpoint coordinates. digest: of its share of the
     plan, empty while there are problems or where the sources were not given. reads: names it reads. dropped: names its loaders
     skip on this rank, with the reason. reload: names that take the engine's own reload, with the reason. quantise: names that it
-    wants as MXFP8. extra_bytes: peak memory a refit needs beyond the model. seconds: by phase.
+    wants as MXFP8. extra_bytes: peak memory a refit needs beyond the model. site: of this worker, see `core.sites`. seconds: by
+    phase.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class PrepareReply(Message, frozen=True, kw_only=True):
     layouts: dict[str, int] = {}
     extra_bytes: int = 0
     wire_bytes: int = 0
+    site: str = ""
     seconds: dict[str, float] = {}
 
     @property

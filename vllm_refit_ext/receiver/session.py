@@ -29,6 +29,7 @@ from vllm_refit_ext.core.manifest import Manifest, parse_state_dict_info
 from vllm_refit_ext.core.messages import DEADLINE_S, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.core.sites import this_site
 from vllm_refit_ext.core.table import pack_placements
 from vllm_refit_ext.receiver.agree import agree
 from vllm_refit_ext.receiver.derived import Derived
@@ -138,6 +139,7 @@ class Receiver:
             layouts=targets.layouts(),
             extra_bytes=targets.extra_bytes,
             wire_bytes=int(plan.nbytes.sum()),
+            site=this_site(),
             seconds=clock.seconds,
         )
 

@@ -2,10 +2,14 @@
 
 A wire module has four functions, and the rest of the project knows no more of it:
 
-    shares(plan, ranks) -> list of bytes          rank 0 of the trainer, once: what each trainer rank must know to open its half
-    open_sender(rank, share, tensors) -> Sender   each trainer rank, once info(parts) -> message                        rank 0,
-    every refit: the field of `UpdateInfo` named like the wire, from all `begin`s open_reader(update, plan, kept) -> Reader
-    each engine rank, every refit; `kept` is a dict that the wire may keep things in
+    shares(plan, sites, bucket_bytes) -> list of bytes
+        rank 0 of the trainer, once: what each trainer rank must know to open its half
+    open_sender(rank, share, tensors) -> Sender
+        each trainer rank, once
+    info(parts) -> message
+        rank 0, every refit: the field of `UpdateInfo` named like the wire, from all `begin`s
+    open_reader(update, plan, kept) -> Reader
+        each engine rank, every refit; `kept` is a dict that the wire may keep things in
 
 Everything that can be wrong is found in `open_reader`, before the first write.
 
@@ -24,8 +28,13 @@ import torch
 from vllm_refit_ext.core.errors import ConfigError, RefitError
 from vllm_refit_ext.core.messages import Message, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.sites import Sites
 
 NAMES = ("shm", "ipc", "ipc_staged", "collective")
+BUCKET_BYTES = 256 << 20
+"""Most payload of a message on a wire that stages, unless the caller says otherwise. At 360 GB/s it travels in 0.7 ms, long
+against the start of a batch or the turn of two processes.
+"""
 
 
 class Sender(Protocol):
@@ -105,7 +114,7 @@ class StagedReader(Reader, Protocol):
 class Wire(Protocol):
     """What a wire module offers."""
 
-    def shares(self, plan: Plan, ranks: int) -> list[bytes]: ...
+    def shares(self, plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]: ...
 
     def open_sender(self, rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> Sender: ...
 

@@ -28,16 +28,13 @@ from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, WireError
 from vllm_refit_ext.core.messages import CollectiveInfo, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column, pack, unpack
+from vllm_refit_ext.wires import BUCKET_BYTES
 from vllm_refit_ext.wires.collective_group import Backend, Group
 from vllm_refit_ext.wires.collective_meet import CONNECT_S, Store, open_store
 from vllm_refit_ext.wires.collective_move import Outgoing, Packer, Unpacker
 from vllm_refit_ext.wires.collective_rounds import Rounds, rounds
-
-BUCKET_BYTES = 256 << 20
-"""Payload of a round and of a batch, the recipes' default. At 360 GB/s it travels in 0.7 ms, long against the start of a
-batch.
-"""
 
 
 class _Share(msgspec.Struct):
@@ -221,11 +218,11 @@ class _Kept:
         self.link.close()
 
 
-def shares(plan: Plan, ranks: int) -> list[bytes]:
-    """Cut the travel of the whole plan for the trainer's ranks."""
-    engines = 1 + max((b.rank for b in plan.targets), default=-1)
-    travels = _travels(plan, engines, BUCKET_BYTES)
-    return [msgspec.msgpack.encode(_Share(ranks, engines, BUCKET_BYTES, _pieces(travels, plan, rank))) for rank in range(ranks)]
+def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
+    """Cut the travel of the whole plan for the trainer's ranks. bucket_bytes: payload of a round and of a batch."""
+    ranks, engines = len(sites.trainers), len(sites.engines)
+    travels = _travels(plan, engines, bucket_bytes)
+    return [msgspec.msgpack.encode(_Share(ranks, engines, bucket_bytes, _pieces(travels, plan, rank))) for rank in range(ranks)]
 
 
 def _travels(plan: Plan, engines: int, bucket_bytes: int) -> list[tuple[Rounds, Int]]:

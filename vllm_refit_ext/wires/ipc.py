@@ -26,6 +26,7 @@ from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.messages import IpcInfo, IpcRank, UpdateInfo
 from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import cuda_ipc
 
@@ -317,12 +318,12 @@ class _Share(msgspec.Struct):
     used: Column
 
 
-def shares(plan: Plan, ranks: int) -> list[bytes]:
-    """Which of its buffers each rank must export."""
+def shares(plan: Plan, sites: Sites, bucket_bytes: int = 0) -> list[bytes]:
+    """Which of its buffers each rank must export. There are no buckets."""
     owner = np.array([b.rank for b in plan.sources], np.int64)
     used = np.unique(plan.source)
     found = []
-    for rank in range(ranks):
+    for rank in range(len(sites.trainers)):
         mine = np.flatnonzero(owner == rank)
         found.append(msgspec.msgpack.encode(_Share(pack(np.flatnonzero(np.isin(mine, used)).astype(np.int64)))))
     return found

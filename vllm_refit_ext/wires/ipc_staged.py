@@ -23,15 +23,15 @@ from vllm_refit_ext.core.errors import ConfigError, RefitError, WireError
 from vllm_refit_ext.core.messages import IpcStagedInfo, RingInfo, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.kernels.moves import At, CopyMove, Strided, contiguous
 from vllm_refit_ext.kernels.table import Table
+from vllm_refit_ext.wires import BUCKET_BYTES
 from vllm_refit_ext.wires.collective_rounds import Rounds, rounds
 from vllm_refit_ext.wires.ipc_ring import RING, RingOwner, RingReader, Words
 from vllm_refit_ext.wires.shm import FOLDER
 
-BUCKET_BYTES = 256 << 20
-"""Payload of a bucket. Packing one takes 0.13 ms on an H200, long against the turn of two processes."""
 WHERE = "wire ipc_staged"
 
 
@@ -330,14 +330,13 @@ class _Kept:
         self.rings, self.plan, self.laid = {}, None, None
 
 
-def shares(plan: Plan, ranks: int) -> list[bytes]:
+def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
     """Cut the travel of the whole plan for the trainer's ranks."""
-    engines = 1 + max((b.rank for b in plan.targets), default=-1)
-    travels = [rounds(plan.for_target(t), BUCKET_BYTES) for t in range(engines)]
-    return [msgspec.msgpack.encode(_share(travels, plan, rank)) for rank in range(ranks)]
+    travels = [rounds(plan.for_target(t), bucket_bytes) for t in range(len(sites.engines))]
+    return [msgspec.msgpack.encode(_share(travels, plan, rank, bucket_bytes)) for rank in range(len(sites.trainers))]
 
 
-def _share(travels: Sequence[Rounds], plan: Plan, rank: int) -> _Share:
+def _share(travels: Sequence[Rounds], plan: Plan, rank: int, bucket_bytes: int) -> _Share:
     first = int(np.searchsorted([b.rank for b in plan.sources], rank))
     depth = plan.extent.shape[1]
     item = np.array([ITEMSIZE[b.dtype] for b in plan.sources], np.int64)
@@ -363,7 +362,7 @@ def _share(travels: Sequence[Rounds], plan: Plan, rank: int) -> _Share:
         slots.append(max((m.nbytes for found in r.messages for m in found if m.source == rank), default=0))
     columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
     order = np.lexsort((columns[0], columns[1]))
-    return _Share(len(travels), BUCKET_BYTES, slots, [pack(c[order].astype(np.int64)) for c in columns])
+    return _Share(len(travels), bucket_bytes, slots, [pack(c[order].astype(np.int64)) for c in columns])
 
 
 def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> StagedSender:

@@ -35,6 +35,7 @@ from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.messages import Segment, ShmInfo, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column, pack, unpack
 
 FOLDER = Path("/dev/shm")
@@ -226,11 +227,13 @@ class _Sender:
             self._publisher.close()
 
 
-def shares(plan: Plan, ranks: int) -> list[bytes]:
-    """Lay out the segments: every rank's offsets and size."""
+def shares(plan: Plan, sites: Sites, bucket_bytes: int = 0) -> list[bytes]:
+    """Lay out the segments: every rank's offsets and size. There are no buckets."""
     offsets, sizes = segment_offsets(plan.sources, plan.source)
     owner = np.array([b.rank for b in plan.sources], np.int64)
-    return [msgspec.msgpack.encode(_Share(pack(offsets[owner == rank]), sizes.get(rank, 0))) for rank in range(ranks)]
+    return [
+        msgspec.msgpack.encode(_Share(pack(offsets[owner == rank]), sizes.get(rank, 0))) for rank in range(len(sites.trainers))
+    ]
 
 
 def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> _Sender:
