@@ -6,7 +6,7 @@ place), which alone can run expert parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,11 +56,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_model("qwen3_moe", root / "start", seed=0), save_model("qwen3_moe", root / "trained", seed=1)
 
 
-LONG = ("stock-tp2", "plain-tp2")
-"""Engines whose parts the others show too: they wait for `make test-all`."""
+SHORT = {"stock-tp1": ("ep4", "tp2-pp2"), "plain-tp2-ep2": ("tp2-ep2", "pp2")}
+"""Of these engines these trainers, which between them show every part. The others wait for `make test-all`."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in ENGINES])
+def cases(short: Mapping[str, Sequence[str]], trainers: Iterable[str]) -> list[Any]:
+    """Every engine with every trainer; those that `short` does not name are long."""
+    return [
+        pytest.param(engine, trainer, marks=[] if trainer in short.get(engine, ()) else [pytest.mark.long])
+        for engine in ENGINES
+        for trainer in trainers
+    ]
+
+
+@pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Iterator[Running]:
     settings = ENGINES[request.param]
     start, trained = checkpoints
@@ -70,7 +79,18 @@ def engine(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> It
         yield Running(request.param, llm, url, wanted, settings, trained)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(("engine", "trainer"), cases({"stock-tp1": ("ep2",)}, ["ep2"]), indirect=["engine"])
+def test_trained_weights_equal_the_exported_checkpoint(engine: Running, trainer: str, tmp_path: Path) -> None:
+    """Megatron trains, the engine is refitted, and a fresh engine loads what the bridge exports."""
+    out = tmp_path / "exported"
+    ranks, geometry = TRAINERS[trainer]
+    found = run_ranks(train_and_export, ranks, str(engine.checkpoint), geometry, engine.url, str(out), timeout=240)[0]
+    assert found != as_json(engine.wanted), "the step must have changed the weights"
+    with open_llm(out, **engine.settings) as fresh:
+        assert found == as_json([asdict(a) for a in one_by_one(fresh)])
+
+
+@pytest.mark.parametrize(("engine", "trainer"), cases(SHORT, TRAINERS), indirect=["engine"])
 def test_refit_equals_fresh_engine(engine: Running, trainer: str) -> None:
     ranks, geometry = TRAINERS[trainer]
     found = run_ranks(cycle, ranks, str(engine.checkpoint), geometry, engine.url, timeout=240)[0]
@@ -83,15 +103,6 @@ def test_refit_equals_fresh_engine(engine: Running, trainer: str) -> None:
     writers = {report["writer"] for reports in found["report"]["engines"] for report in reports}
     assert writers == ({"in place"} if engine.name.startswith("plain") else {"in place and reload"})
     assert [(s["state"], s["version"]) for s in found["status"]] == [("ready", "checkpoint")] * engine.settings.get("ranks", 1)
-
-
-def test_trained_weights_equal_the_exported_checkpoint(engine: Running, tmp_path: Path) -> None:
-    """Megatron trains, the engine is refitted, and a fresh engine loads what the bridge exports."""
-    out = tmp_path / "exported"
-    found = run_ranks(train_and_export, 2, str(engine.checkpoint), {"ep": 2}, engine.url, str(out), timeout=240)[0]
-    assert found != as_json(engine.wanted), "the step must have changed the weights"
-    with open_llm(out, **engine.settings) as fresh:
-        assert found == as_json([asdict(a) for a in one_by_one(fresh)])
 
 
 def check_bytes(edges: list[dict[str, Any]], report: dict[str, Any]) -> None:

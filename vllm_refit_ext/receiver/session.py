@@ -32,6 +32,7 @@ from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import this_site
 from vllm_refit_ext.core.table import pack_placements
 from vllm_refit_ext.receiver.agree import agree
+from vllm_refit_ext.receiver.anchors import Anchors
 from vllm_refit_ext.receiver.derived import Derived
 from vllm_refit_ext.receiver.fp8 import Fp8Config, parse_fp8_config
 from vllm_refit_ext.receiver.kernel_moves import unfit
@@ -82,6 +83,7 @@ class Receiver:
         self.torn: TornError | None = None
         self.last: UpdateReport | None = None
         self.staged: dict[str, int] = {}
+        self._anchors = Anchors()
         self._wrote, self._sampled = False, 0
         self._kept: dict[str, Any] = {}
         self._busy = threading.Lock()
@@ -114,6 +116,7 @@ class Receiver:
                 [Problem("it travels as MXFP8, which was not negotiated", f"tensor {n!r}", do=do) for n in coded]
             )
         sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
+        self._anchors.hold(self.view.model)
         targets, plan = self._plan(manifest, sources, offer.first_rank + self.view.rank, clock)
         digest = plan.digest(targets.rank)
         in_place = writer_for(plan, targets, self.view)
@@ -329,6 +332,7 @@ class Receiver:
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> None:
         reload_weights(self.view, tensors, names)
+        self._anchors.hold(self.view.model)
 
     def _note_staged(self, plan: Plan, move: int, box: torch.Tensor) -> None:
         name = plan.names[int(plan.tensor[move])]
