@@ -1,4 +1,4 @@
-"""Engines of serialised MXFP8 checkpoints, as ModelOpt writes them: BF16 and MXFP8 trainers, real loaders."""
+"""Engines of serialised MXFP8 checkpoints, as ModelOpt and compressed-tensors write them: BF16 and MXFP8 trainers."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ MODELOPT = {
     "ignore": ["lm_head", "*mlp.gate", "*embed_tokens*"],
     "producer": {"name": "modelopt"},
 }
+_GROUP = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "group",
+    "group_size": 32,
+    "symmetric": True,
+    "scale_dtype": "torch.uint8",
+}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp8-quantized",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_GROUP, "dynamic": False},
+            "input_activations": {**_GROUP, "dynamic": True},
+        }
+    },
+}
 
 
 def serialise(folder: Path, out: Path, config: dict) -> Path:
@@ -47,11 +67,11 @@ def serialise(folder: Path, out: Path, config: dict) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+@pytest.fixture(scope="module", params=[MODELOPT, COMPRESSED], ids=lambda config: config["quant_method"])
+def folders(request, tmp_path_factory):
     base = tmp_path_factory.mktemp("serialised")
     plain = [save_model("qwen3_moe", base / f"plain-{seed}", seed=seed, dtype="bfloat16") for seed in (0, 1)]
-    return plain, [serialise(folder, base / f"coded-{i}", MODELOPT) for i, folder in enumerate(plain)]
+    return plain, [serialise(folder, base / f"coded-{i}", request.param) for i, folder in enumerate(plain)]
 
 
 @pytest.fixture(scope="module")

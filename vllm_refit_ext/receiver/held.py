@@ -21,7 +21,9 @@ from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.receiver import inventory
 
 LINEAR_METHODS = frozenset({"Mxfp8OnlineLinearMethod", "ModelOptMxFp8LinearMethod", "ModelOptLinearMethod"})
-EXPERT_METHODS = frozenset({"Mxfp8OnlineMoEMethod", "ModelOptMxFp8FusedMoE"})
+EXPERT_METHODS = frozenset({"Mxfp8OnlineMoEMethod", "ModelOptMxFp8FusedMoE", "CompressedTensorsW8A8Mxfp8MoEMethod"})
+SCHEMES = frozenset({"CompressedTensorsW8A8Mxfp8"})
+"""Schemes of compressed-tensors, which hang on the layer and hold the kernel in the method's place."""
 LINEAR_KERNELS = {
     "MarlinMxfp8LinearKernel": "marlin",
     "EmulationMxfp8LinearKernel": "plain",
@@ -56,9 +58,18 @@ class HeldParam(msgspec.Struct):
 
 def is_mxfp8(module: nn.Module) -> bool:
     """Whether the module's quantisation method means MXFP8."""
-    method = getattr(module, "quant_method", None)
-    name = type(method).__name__
-    return name in EXPERT_METHODS or (name in LINEAR_METHODS and "Mxfp8" in type(getattr(method, "kernel", None)).__name__)
+    name = type(getattr(module, "quant_method", None)).__name__
+    return name in EXPERT_METHODS or "Mxfp8" in linear_kernel(module)
+
+
+def linear_kernel(module: nn.Module) -> str:
+    """The class of the kernel that multiplies a quantised linear layer, empty where none is known."""
+    method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
+    if type(method).__name__ in LINEAR_METHODS:
+        return type(getattr(method, "kernel", None)).__name__
+    if type(method).__name__ == "CompressedTensorsLinearMethod" and type(scheme).__name__ in SCHEMES:
+        return type(getattr(scheme, "kernel", None)).__name__
+    return ""
 
 
 def held_param(created: Buffer, module: nn.Module, device: torch.device, engine_dtype: torch.dtype) -> HeldParam | str:
@@ -66,7 +77,7 @@ def held_param(created: Buffer, module: nn.Module, device: torch.device, engine_
     attribute = created.name.rpartition(".")[2]
     method: Any = module.quant_method
     expert = type(method).__name__ in EXPERT_METHODS
-    source = _backend(method) if expert else type(method.kernel).__name__
+    source = _backend(method) if expert else linear_kernel(module)
     layout = (EXPERT_BACKENDS if expert else LINEAR_KERNELS).get(source)
     if layout is None:
         return f"the layout of the MXFP8 kernel {source} is not known"

@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_refit_ext.core.coded import PLAIN
 from vllm_refit_ext.core.placement import Buffer
-from vllm_refit_ext.receiver.held import EXPERT_METHODS, LINEAR_METHODS
+from vllm_refit_ext.receiver.held import EXPERT_METHODS, LINEAR_METHODS, is_mxfp8, linear_kernel
 from vllm_refit_ext.receiver.worker_view import WorkerView
 
 Detect = Callable[[nn.Module, WorkerView], tuple[str, str]]
@@ -41,11 +41,18 @@ def _experts(module: nn.Module, view: WorkerView) -> tuple[str, str]:
 def _beside_mxfp8(module: nn.Module, view: WorkerView) -> tuple[str, str]:
     """Biases and the like. Marlin permutes a linear's bias along with its weight."""
     method: Any = getattr(module, "quant_method", None)
-    named = (type(getattr(method, "kernel", None)).__name__, *(getattr(method, n, "") for n in ("fp8_backend", "mxfp8_backend")))
+    named = (linear_kernel(module), *(getattr(method, n, "") for n in ("fp8_backend", "mxfp8_backend")))
     backend = " ".join(map(str, named))
     if "marlin" in backend.lower():
         return "", "Marlin permutes biases"
     return PLAIN, ""
+
+
+def _beside_compressed(module: nn.Module, view: WorkerView) -> tuple[str, str]:
+    """One class of method serves every scheme of compressed-tensors."""
+    if is_mxfp8(module):
+        return _beside_mxfp8(module, view)
+    return "", f"the layouts of {type(getattr(module, 'scheme', None)).__name__} are not known"
 
 
 KNOWN: dict[str, Detect] = {
@@ -53,6 +60,7 @@ KNOWN: dict[str, Detect] = {
     "UnquantizedEmbeddingMethod": _dense,
     "UnquantizedFusedMoEMethod": _experts,
     **dict.fromkeys(LINEAR_METHODS | EXPERT_METHODS, _beside_mxfp8),
+    "CompressedTensorsLinearMethod": _beside_compressed,
 }
 
 

@@ -14,8 +14,9 @@ from vllm_refit_ext.receiver.routes.created import Created
 if TYPE_CHECKING:
     from vllm_refit_ext.receiver.routes.table import Routes
 
-KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale")
-"""Placeholders of attention layers: they keep their defaults until a checkpoint with KV scales offers them."""
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "k_zero_point", "v_zero_point", "q_zero_point")
+"""Placeholders of attention layers: they keep their defaults until a checkpoint with KV scales offers them. No kernel reads the
+zero points, which compressed-tensors has beside them."""
 
 LOADED_BUFFERS = ("bias",)
 """Endings of buffers that checkpoints hold (router biases). Other buffers are constants of the model's construction."""
