@@ -28,6 +28,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "plain-tp1": {"extension": PLAIN},
     "plain-tp2": {"extension": PLAIN, "ranks": 2},
     "plain-tp2-ep2": {"extension": PLAIN, "ranks": 2, "enable_expert_parallel": True},
+    "plain-pp2": {"extension": PLAIN, "stages": 2},
+    "plain-tp2-pp2": {"extension": PLAIN, "ranks": 2, "stages": 2},
 }
 TRAINERS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
@@ -36,6 +38,7 @@ TRAINERS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),
     "tp2-ep2": (4, {"tp": 2, "ep": 2}),
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2-cp2": (4, {"tp": 2, "cp": 2}),
 }
 
 
@@ -100,9 +103,10 @@ def test_refit_equals_fresh_engine(engine: Running, trainer: str) -> None:
     assert found["compared"] >= 69
     assert all(names == ["model.norm.weight"] for names in found["changed"]), "one changed tensor changes exactly that one"
     check_bytes(found["edges"], found["report"])
+    world = engine.settings.get("ranks", 1) * engine.settings.get("stages", 1)
     writers = {report["writer"] for reports in found["report"]["engines"] for report in reports}
     assert writers == ({"in place"} if engine.name.startswith("plain") else {"in place and reload"})
-    assert [(s["state"], s["version"]) for s in found["status"]] == [("ready", "checkpoint")] * engine.settings.get("ranks", 1)
+    assert [(s["state"], s["version"]) for s in found["status"]] == [("ready", "checkpoint")] * world
 
 
 def check_bytes(edges: list[dict[str, Any]], report: dict[str, Any]) -> None:

@@ -74,11 +74,12 @@ def set_environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_llm(
-    folder: str | Path, *, extension: str = "", ranks: int = 1, in_process: bool = False, **settings: Any
+    folder: str | Path, *, extension: str = "", ranks: int = 1, stages: int = 1, in_process: bool = False, **settings: Any
 ) -> Iterator[Any]:
     """An offline `LLM` of the checkpoint in `folder`, shut down on exit.
 
-    `extension`: the worker extension's dotted name. `ranks`: tensor parallel size. `in_process`: no processes of vLLM's own
+    `extension`: the worker extension's dotted name. `ranks`: tensor parallel size. `stages`: pipeline
+    parallel size; above 1 the extension must be one of `plain_cpu`. `in_process`: no processes of vLLM's own
     (one rank, and one such engine at a time: vLLM's parallel groups belong to the process). `settings`: further arguments of
     `LLM`.
     """
@@ -86,9 +87,12 @@ def open_llm(
 
     choose_layouts(extension)
     arguments = SETTINGS | {"tensor_parallel_size": ranks} | ({"worker_extension_cls": extension} if extension else {}) | settings
-    with set_environment(environment(ranks, in_process)), unmixed():
+    arguments["pipeline_parallel_size"] = stages
+    with set_environment(environment(ranks * stages, in_process)), unmixed():
         llm = LLM(model=str(folder), **arguments)
         try:
+            if stages > 1:
+                llm.collective_rpc("make_intermediate_tensors")
             yield llm
         finally:
             llm.llm_engine.engine_core.shutdown()

@@ -93,3 +93,11 @@ keep_plain_layouts()
 
 class PlainCpuExtension(RefitWorkerExtension):  # type: ignore[misc]
     """The product's extension on a CPU engine with plain layouts."""
+
+    def make_intermediate_tensors(self) -> None:
+        """Make what later pipeline stages receive into. vLLM makes it in a dummy run that a CPU worker never does."""
+        runner: Any = self.model_runner
+        if getattr(runner, "intermediate_tensors", 1) is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +13,38 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from examples.support.tiny_model import build_megatron
+from examples.support.tiny_model import build_megatron, import_megatron
 from megatron_sender.sender import MegatronSender, RefitReport, SenderConfig
 from vllm_refit_ext.client import HTTPClient
+
+
+@contextlib.contextmanager
+def context_parallel_attention() -> Iterator[None]:
+    """Let Megatron's plain attention be built in a context parallel group. It can't compute there, and here it only holds
+    weights: those of a context parallel rank are the same as its peers'."""
+    import_megatron()
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    native = DotProductAttention.__init__
+
+    def alone(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
+        config = copy.copy(config)
+        config.context_parallel_size = 1
+        native(self, config, *arguments, **named)
+
+    DotProductAttention.__init__ = alone
+    try:
+        yield
+    finally:
+        DotProductAttention.__init__ = native
 
 
 class Trainer:
     """Megatron with a sender to the engine at `url`."""
 
     def __init__(self, folder: str, geometry: dict[str, Any], url: str, **config: Any) -> None:
-        self.bridge, self.chunks = build_megatron(folder, **geometry)
+        with context_parallel_attention():
+            self.bridge, self.chunks = build_megatron(folder, **geometry)
         self.rank = dist.get_rank()
         self.client = HTTPClient(url)
         self.sender = MegatronSender(self.chunks, self.bridge, self.client if self.rank == 0 else None, SenderConfig(**config))
