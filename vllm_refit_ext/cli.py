@@ -1,4 +1,4 @@
-"""`vllm-refit doctor | plan | verify`: what can be asked without writing a program."""
+"""`vllm-refit doctor | plan | bench | verify`: what can be asked without writing a program."""
 
 from __future__ import annotations
 
@@ -62,6 +62,26 @@ def plan(
     else:
         for table in tables(found, edges):
             _console().print(table)
+    return 0
+
+
+@app.command
+def bench(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Measure this machine's memory and links, as a recipe's `hardware` asks for them: `plan` predicts with these speeds.
+
+    Parameters
+    ----------
+    json:
+        Print one JSON document instead of a table.
+    """
+    from vllm_refit_ext import bench as speeds
+
+    measured = speeds.measure()
+    if json:
+        _print_json(measured)
+    else:
+        _console().print(speeds.table(measured))
+        _console().print(speeds.snippet(measured), markup=False, highlight=False)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -135,3 +136,32 @@ def test_errors_of_ours_give_status_two():
     assert cli.run(fail) == 2
     assert cli.run(lambda: 1) == 1
     assert cli.run(lambda: None) == 0
+
+
+def test_bench_speaks_the_words_of_a_recipe(monkeypatch, capsys):
+    """What it prints is a recipe's `hardware` as it stands; on a machine without GPUs it says what it could not measure."""
+    import torch
+    import yaml
+
+    from megatron_sender.config import Hardware
+    from vllm_refit_ext import bench
+
+    monkeypatch.setattr(bench, "HOST_BYTES", 8 << 20)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert call("bench", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    (speed,) = found["speeds"]
+    assert speed["bytes_per_second"] == pytest.approx(2 * speed["nbytes"] / speed["seconds"])
+    assert set(found["missing"]) == {"host_bytes_per_second", "network_bytes_per_second"}
+    assert call("bench") == 0
+    out = capsys.readouterr().out
+    given = msgspec.convert(yaml.safe_load(out[out.index("hardware:\n") :])["hardware"], Hardware)
+    assert given.device == "cpu"
+    assert given.copy_bytes_per_second is not None
+
+
+def test_a_plan_is_told_the_slowest_of_equal_links():
+    from vllm_refit_ext.bench import Measured, Speed
+
+    speeds = [Speed("host_bytes_per_second", f"GPU 0 to GPU {i}", 1, 1.0, rate) for i, rate in enumerate((3e11, 1e11, 2e11))]
+    assert Measured("cuda", speeds, {}).hardware() == {"device": "cuda", "host_bytes_per_second": 1e11}
