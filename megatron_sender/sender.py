@@ -71,7 +71,8 @@ class RefitReport(msgspec.Struct, frozen=True):
     seconds: `quantise`, `publish` (this rank's part of the wire), `transfer` (wire `collective`: until its last byte was taken),
     `update` (from the call to the engine's commit), `total`. nbytes: what
     travelled to all engine ranks. link: share of the memory copy rate measured at prepare (read and write both counted).
-    engines: the reports of all engine ranks, by engine.
+    engines: the reports of all engine ranks, by engine. sent: payload bytes that this rank itself sent, by engine rank (wire
+    `collective`); where engine ranks of a site hand boxes to each other, `nbytes` counts every copy and `sent` the one.
     """
 
     version: str
@@ -80,6 +81,7 @@ class RefitReport(msgspec.Struct, frozen=True):
     gbytes_per_s: float
     link: float
     engines: list[list[UpdateReport]]
+    sent: dict[int, int] = {}
 
 
 class _Description(msgspec.Struct):
@@ -278,6 +280,7 @@ class MegatronSender:
             raise SessionError("refit was called before prepare", where="MegatronSender.refit", do="call prepare() on every rank")
         start = time.perf_counter()
         seconds: dict[str, float] = {}
+        sent: dict[int, int] = {}
 
         def publish() -> bytes:
             self._live_source()
@@ -292,7 +295,7 @@ class MegatronSender:
             return part
 
         if isinstance(self._sender, ActiveSender):
-            verdict = self._refit_actively(self._sender, publish, version, seconds)
+            verdict = self._refit_actively(self._sender, publish, version, seconds, sent)
         else:
             try:
                 raw = self.ranks.exchange(answer_of(publish), lambda parts: self._update_engines(version, parts))
@@ -303,7 +306,7 @@ class MegatronSender:
             verdict = msgspec.msgpack.decode(raw, type=_Verdict)
         seconds |= {"update": verdict.seconds, "total": time.perf_counter() - start}
         rate = self._total / seconds["total"] / 1e9
-        return RefitReport(version, seconds, self._total, rate, 2 * rate / self._link, verdict.engines)
+        return RefitReport(version, seconds, self._total, rate, 2 * rate / self._link, verdict.engines, sent)
 
     def _live_source(self) -> SourceMap:
         assert self.source is not None
@@ -336,7 +339,12 @@ class MegatronSender:
         ]
 
     def _refit_actively(
-        self, sender: ActiveSender, publish: Callable[[], bytes], version: str, seconds: dict[str, float]
+        self,
+        sender: ActiveSender,
+        publish: Callable[[], bytes],
+        version: str,
+        seconds: dict[str, float],
+        sent: dict[int, int],
     ) -> _Verdict:
         """A refit in which every trainer rank works while the engines' calls run."""
         name = self.config.wire
@@ -357,7 +365,7 @@ class MegatronSender:
         def work() -> bytes:
             failed: RefitError | None = None
             try:
-                sender.transfer(update.session, info, deadline)
+                sent.update(sender.transfer(update.session, info, deadline))
             except RefitError as error:
                 failed = error
             seconds["transfer"] = time.perf_counter() - begin

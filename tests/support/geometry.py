@@ -97,8 +97,44 @@ def cuts(draw: st.DrawFn, size: int, parts: int, *, even: bool = False) -> list[
     return list(zip(edges, edges[1:], strict=False))
 
 
+@dataclasses.dataclass
+class Model:
+    """The whole model, each element with a value of its own, and the sizes that cuts must know."""
+
+    full: dict[str, np.ndarray]
+    sizes: tuple[int, ...]
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest({n: TensorSpec(a.shape, "float32") for n, a in self.full.items()})
+
+
 @st.composite
 def sources_and_targets(draw: st.DrawFn) -> Case:
+    model = _model(draw)
+    source = trainer(draw, model.full, *model.sizes)
+    target, ranks = engine(draw, model.full, *model.sizes)
+    return Case(model.manifest, source, target, ranks)
+
+
+@st.composite
+def sources_and_engines(draw: st.DrawFn) -> Case:
+    """One trainer and up to four engines, some of them alike, whose ranks are numbered one engine after another."""
+    model = _model(draw)
+    source, target, first = trainer(draw, model.full, *model.sizes), Side(), 0
+    kinds = [engine(draw, model.full, *model.sizes) for _ in range(draw(st.integers(1, 2)))]
+    for one, ranks in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4)):
+        if first + ranks > 8:
+            continue
+        shift = len(target.buffers)
+        target.buffers += [Buffer(f"{b.name} of {first}", b.rank + first, b.dtype, b.shape) for b in one.buffers]
+        target.contents += one.contents
+        target.rows += [Placement(r.tensor, r.buffer + shift, r.lo, r.hi, r.offset, r.strides) for r in one.rows]
+        first += ranks
+    return Case(model.manifest, source, target, first)
+
+
+def _model(draw: st.DrawFn) -> Model:
     hidden, head_dim = draw(st.sampled_from([4, 6])), 2
     kv = draw(st.sampled_from([1, 2, 4]))
     per_group = draw(st.sampled_from([1, 2]))
@@ -120,9 +156,7 @@ def sources_and_targets(draw: st.DrawFn) -> Case:
         n = int(np.prod(shape))
         full[name] = np.arange(next_id, next_id + n, dtype=np.float32).reshape(shape)
         next_id += n
-    source = trainer(draw, full, layers, kv, per_group, head_dim, experts, inner)
-    target, ranks = engine(draw, full, layers, kv, per_group, head_dim, experts, inner)
-    return Case(Manifest({n: TensorSpec(s, "float32") for n, s in shapes.items()}), source, target, ranks)
+    return Model(full, (layers, kv, per_group, head_dim, experts, inner))
 
 
 def trainer(draw, full, layers, kv, per_group, head_dim, experts, inner) -> Side:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import defaultdict
-
 import numpy as np
 import pytest
 import torch
@@ -13,122 +9,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.geometry import sources_and_targets
+from tests.support.rendezvous import by_rank, run_travel
 from vllm_refit_ext.core.errors import WireError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
-from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.core.table import unpack
-from vllm_refit_ext.receiver.writers import InPlaceWriter
-from vllm_refit_ext.wires import collective
-from vllm_refit_ext.wires.collective_move import OPERATIONS, Outgoing, Packer, Unpacker
+from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.wires.collective_move import Unpacker
 from vllm_refit_ext.wires.collective_rounds import ALIGN, cut_moves, rounds
+from vllm_refit_ext.wires.collective_travel import travel_alone
 
 BUCKETS = (4, 12, 40, 1 << 20)
-
-
-class Rendezvous:
-    """Transports that behave like the strictest of collectives: a rank's batches run one after another, and an operation ends
-    when both its ends have reached it. Whatever could make ranks wait for each other, does."""
-
-    def __init__(self) -> None:
-        self.ready = threading.Condition()
-        self.offers: dict[tuple[int, int, int], torch.Tensor] = {}
-        self.taken: set[tuple[int, int, int]] = set()
-        self.bytes: dict[tuple[int, int], int] = defaultdict(int)
-        self.largest = 0
-
-    def rank(self, number: int) -> _End:
-        return _End(self, number)
-
-
-class _End:
-    device = torch.device("cpu")
-
-    def __init__(self, meeting: Rendezvous, rank: int) -> None:
-        self.meeting, self.rank = meeting, rank
-        self.queue: list[_Batch] = []
-
-    def post(self, sends, receives):
-        assert 0 < len(sends) + len(receives) <= OPERATIONS
-        batch = _Batch(self, list(sends), list(receives))
-        self.queue.append(batch)
-        return batch
-
-
-class _Batch:
-    def __init__(self, end, sends, receives) -> None:
-        self.end, self.sends, self.receives = end, sends, receives
-
-    def wait(self, deadline: float) -> None:
-        while self in self.end.queue:
-            self.end.queue[0].run(deadline)
-
-    def run(self, deadline: float) -> None:
-        meeting, me = self.end.meeting, self.end.rank
-        with meeting.ready:
-            keys = [(me, p.peer, p.tag) for p in self.sends]
-            for key, p in zip(keys, self.sends, strict=True):
-                assert key not in meeting.offers
-                meeting.offers[key] = p.data
-                meeting.bytes[key[:2]] += p.data.nbytes
-            meeting.ready.notify_all()
-            for p in self.receives:
-                key = (p.peer, me, p.tag)
-                self._until(lambda key=key: key in meeting.offers, deadline, key)
-                assert meeting.offers[key].nbytes == p.data.nbytes
-                p.data.copy_(meeting.offers.pop(key))
-                meeting.taken.add(key)
-                meeting.ready.notify_all()
-            for key in keys:
-                self._until(lambda key=key: key in meeting.taken, deadline, key)
-        self.end.queue.pop(0)
-
-    def _until(self, condition, deadline: float, key) -> None:
-        if not self.end.meeting.ready.wait_for(condition, deadline - time.monotonic()):
-            raise WireError("stuck", where=str(key))
-
-
-def travel(plan: Plan, trainers: int, sources: list[torch.Tensor], targets: dict[str, torch.Tensor], bucket: int) -> dict:
-    """Send and write everything with one thread a rank. Returns bytes by (trainer rank, group rank)."""
-    engines = 1 + max(b.rank for b in plan.targets)
-    meeting = Rendezvous()
-    failures: list[BaseException] = []
-    first = np.searchsorted([b.rank for b in plan.sources], np.arange(trainers + 1))
-    travels = collective._travels(plan, engines, bucket)
-    parts = [collective._pieces(travels, plan, rank) for rank in range(trainers)]
-    packers = [Packer(Outgoing(*(unpack(c) for c in p)), trainers, bucket) for p in parts]
-    readers = {t: Unpacker(rounds(plan.for_target(t), bucket), torch.device("cpu")) for t in range(engines)}
-
-    def send(rank: int) -> None:
-        end = meeting.rank(rank)
-        packers[rank].run(end, sources[first[rank] : first[rank + 1]], time.monotonic() + 20)
-
-    def receive(rank: int) -> None:
-        end = meeting.rank(trainers + rank)
-        reader = readers[rank]
-        reader.begin(end, time.monotonic() + 20)
-        for step in reader.steps:
-            InPlaceWriter(step, targets).write(reader)
-        assert reader.done
-
-    def guarded(work, rank: int) -> None:
-        try:
-            work(rank)
-        except BaseException as error:  # noqa: BLE001 - raised in the test
-            failures.append(error)
-
-    for packer in packers:
-        assert packer.staging_bytes <= 2 * (max(bucket, 4) + ALIGN * (OPERATIONS + 1))
-    threads = [threading.Thread(target=guarded, args=(send, r), daemon=True) for r in range(trainers)]
-    threads += [threading.Thread(target=guarded, args=(receive, r), daemon=True) for r in range(engines)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    if failures:
-        raise failures[0]
-    assert not any(t.is_alive() for t in threads)
-    return dict(meeting.bytes)
 
 
 @given(sources_and_targets(), st.sampled_from(BUCKETS))
@@ -136,17 +27,10 @@ def travel(plan: Plan, trainers: int, sources: list[torch.Tensor], targets: dict
 def test_every_geometry_arrives(case, bucket):
     plan = build_plan(case.manifest, case.sources, case.targets)
     trainers = 1 + max(b.rank for b in case.source.buffers)
-    order = sorted(range(len(plan.sources)), key=lambda i: plan.sources[i].rank)
-    place = {i: k for k, i in enumerate(order)}
-    columns = {c: getattr(plan, c) for c in Plan.COLUMNS} | {
-        "source": np.array([place[i] for i in plan.source.tolist()], np.int64)
-    }
-    plan = Plan(plan.manifest, [plan.sources[i] for i in order], plan.targets, **columns)
-    sources = [torch.from_numpy(case.source.contents[i].copy()) for i in order]
+    plan, sources = by_rank(plan, [torch.from_numpy(c.copy()) for c in case.source.contents])
     memory = [torch.zeros(b.shape) for b in plan.targets]
-    names = [f"{i}" for i in range(len(memory))]
-    plan.targets = [Buffer(n, b.rank, b.dtype, b.shape, b.layout) for n, b in zip(names, plan.targets, strict=True)]
-    sent = travel(plan, trainers, sources, dict(zip(names, memory, strict=True)), bucket)
+    sites = Sites.single(trainers, case.target_ranks)
+    sent = run_travel(plan, sites, sources, {b.name: m for b, m in zip(plan.targets, memory, strict=True)}, bucket)
     assert sent == {(e.source, trainers + e.target): e.nbytes for e in plan.edges()}, (
         "each edge carries the plan's bytes and no more"
     )
@@ -169,7 +53,7 @@ def test_rounds_keep_their_bounds(case, bucket):
             assert payload == int(r.plan.nbytes[r.number == number].sum())
         most = max(len(m) for m in r.messages) if r.messages else 0
         room = 2 * (max(bucket, 4) + ALIGN * (most + 1))
-        assert Unpacker(r, torch.device("cpu")).staging_bytes <= room, "two buckets, whatever the plan"
+        assert Unpacker(travel_alone(r, 1), torch.device("cpu")).staging_bytes <= room, "two buckets, whatever the plan"
 
 
 @pytest.mark.parametrize("limit", [1, 4, 5, 8, 24, 100, 10**6])
@@ -217,7 +101,7 @@ def test_mixed_dtypes_lie_aligned_and_arrive():
     sources = [torch.randint(0, 120, s, dtype=torch.uint8).to(torch.float32).to(getattr(torch, d)) for d, s in specs.values()]
     for bucket in (8, 17, 64, 1000):
         memory = {n: torch.zeros(s, dtype=getattr(torch, d)) for n, (d, s) in specs.items()}
-        travel(plan, 1, sources, memory, bucket)
+        run_travel(plan, Sites.single(1, 1), sources, memory, bucket)
         for name, want in zip(specs, sources, strict=True):
             assert torch.equal(memory[name].view(torch.uint8), want.view(torch.uint8)), (name, bucket)
 
@@ -239,7 +123,7 @@ def test_scales_come_first_and_stay():
     r = rounds(build_plan(manifest, table, table), 64)
     assert r.kept == 1
     assert r.plan.names[int(r.plan.tensor[0])] == "z"
-    reader = Unpacker(r, torch.device("cpu"))
+    reader = Unpacker(travel_alone(r, 1), torch.device("cpu"))
     assert len(reader.steps) == len(r.messages) - 1
     for step in reader.steps:
         assert "z" in {step.names[t] for t in step.tensor.tolist()}, "a step's codes find their scales in the same plan"
@@ -248,7 +132,7 @@ def test_scales_come_first_and_stay():
 def test_a_round_that_was_given_up_is_not_read():
     manifest = Manifest({"t": TensorSpec((8,), "float32")})
     table = Placements.from_rows([Buffer("t", 0, "float32", (8,))], [Placement("t", 0, (0,), (8,), 0, (4,))])
-    reader = Unpacker(rounds(build_plan(manifest, table, table), 8), torch.device("cpu"))
+    reader = Unpacker(travel_alone(rounds(build_plan(manifest, table, table), 8), 1), torch.device("cpu"))
 
     class Quiet:
         device = torch.device("cpu")

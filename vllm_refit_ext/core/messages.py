@@ -81,7 +81,9 @@ class ShmInfo(Message, frozen=True, kw_only=True):
 
 
 class CollectiveInfo(Message, frozen=True, kw_only=True):
-    """Where to meet for wire `collective`: the store at host and port, the ranks on both sides, most payload bytes of a round."""
+    """Where to meet for wire `collective`: the store at host and port, the ranks on both sides, most payload bytes of a round.
+    forwarding: names the tables in the store, where engine ranks of one site hand boxes to each other; else empty.
+    """
 
     host: str
     port: int
@@ -89,6 +91,7 @@ class CollectiveInfo(Message, frozen=True, kw_only=True):
     trainers: int
     engines: int
     bucket_bytes: int
+    forwarding: str = ""
 
 
 class IpcRank(Message, frozen=True, kw_only=True):
@@ -160,6 +163,7 @@ class UpdateInfo(Message, frozen=True, kw_only=True):
 
 class UpdateReport(Message, frozen=True, kw_only=True):
     """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, as they travelled.
+    forwarded: bytes by engine rank of its site as text, that handed them on; they are not in `received`.
     launches: kernels that wrote. sampled: moves that were recomputed by the reference and found equal.
     """
 
@@ -168,6 +172,7 @@ class UpdateReport(Message, frozen=True, kw_only=True):
     writer: str
     seconds: dict[str, float] = {}
     received: dict[str, int] = {}
+    forwarded: dict[str, int] = {}
     moves: int = 0
     launches: int = 0
     sampled: int = 0

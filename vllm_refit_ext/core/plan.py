@@ -152,7 +152,7 @@ def build_plan(manifest: Manifest, sources: Placements, targets: Placements, dis
         raise PlanError.of(problems, f"no plan: {len(problems)} problem(s)")
 
     atoms = atoms_of(source_tensor, sources.lo, sources.hi, sources.rank)
-    row, atom, lo, hi = _join(targets, target_tensor, atoms, len(index))
+    row, atom, lo, hi = overlaps(targets.lo, targets.hi, target_tensor, atoms, len(index))
     problems = _coverage_problems(targets, target_tensor, row, lo, hi, list(index))
     if problems:
         raise PlanError.of(problems, f"no plan: {len(problems)} target box(es) are not covered by what the trainer offers")
@@ -245,32 +245,35 @@ def _dtype_problems(
     return problems
 
 
-def _join(targets: Placements, tensor: Int, atoms: Atoms, count: int) -> tuple[Int, Int, Int, Int]:
-    """Every overlap of a target row with an atom: target row, atom [n] and the common box lo, hi [n, D]."""
+def overlaps(lo: Int, hi: Int, tensor: Int, atoms: Atoms, count: int) -> tuple[Int, Int, Int, Int]:
+    """Every overlap of a box with an atom of its tensor, in the order of the boxes.
+
+    lo, hi: int64 [n, D]. tensor: int64 [n], below `count`. Returns box, atom, int64 [m], and the common box lo, hi, int64 [m, D].
+    """
     first = np.searchsorted(atoms.tensor, np.arange(count))
     last = np.searchsorted(atoms.tensor, np.arange(count), side="right")
     per_row = (last - first)[tensor]
     pieces: list[tuple[Int, Int, Int, Int]] = []
     edges = [0]
     running = np.cumsum(per_row)
-    while edges[-1] < len(targets):
+    while edges[-1] < len(lo):
         done = running[edges[-1] - 1] if edges[-1] else 0
         edges.append(max(edges[-1] + 1, int(np.searchsorted(running, done + PAIRS_AT_ONCE))))
     for start, stop in zip(edges, edges[1:], strict=False):
-        rows = np.arange(start, min(stop, len(targets)))
+        rows = np.arange(start, min(stop, len(lo)))
         repeats = per_row[rows]
         row = np.repeat(rows, repeats)
         within = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         atom = first[tensor[row]] + within
-        lo, hi = np.maximum(targets.lo[row], atoms.lo[atom]), np.minimum(targets.hi[row], atoms.hi[atom])
-        keep = (hi > lo).all(axis=1)
-        pieces.append((row[keep], atom[keep], lo[keep], hi[keep]))
+        low, high = np.maximum(lo[row], atoms.lo[atom]), np.minimum(hi[row], atoms.hi[atom])
+        keep = (high > low).all(axis=1)
+        pieces.append((row[keep], atom[keep], low[keep], high[keep]))
     if not pieces:
-        depth = targets.lo.shape[1]
+        depth = lo.shape[1]
         none = np.zeros(0, np.int64)
         return none, none, np.zeros((0, depth), np.int64), np.zeros((0, depth), np.int64)
-    row, atom, lo, hi = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    return row, atom, lo, hi
+    row, atom, low, high = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return row, atom, low, high
 
 
 def _coverage_problems(targets: Placements, tensor: Int, row: Int, lo: Int, hi: Int, names: list[str]) -> list[Problem]:

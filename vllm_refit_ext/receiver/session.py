@@ -42,7 +42,7 @@ from vllm_refit_ext.receiver.targets import Targets, build_targets, record
 from vllm_refit_ext.receiver.versions import adapter
 from vllm_refit_ext.receiver.worker_view import WorkerView
 from vllm_refit_ext.receiver.writers import InPlaceWriter, ReloadWriter
-from vllm_refit_ext.wires import Reader, StagedReader, release, wire
+from vllm_refit_ext.wires import ForwardedReader, Reader, StagedReader, release, wire
 from vllm_refit_ext.wires.boxes import MODULUS, move_digest, sum_by_tensor
 from vllm_refit_ext.wires.cuda_ipc import is_mapped
 
@@ -231,6 +231,7 @@ class Receiver:
             received={str(rank): n for rank, n in reader.received.items()}
             if isinstance(reader, StagedReader)
             else prepared.received,
+            forwarded={str(r): n for r, n in reader.forwarded.items()} if isinstance(reader, ForwardedReader) else {},
             moves=len(prepared.plan),
             launches=prepared.launches(),
             sampled=self._sampled,

@@ -111,6 +111,15 @@ class StagedReader(Reader, Protocol):
         ...
 
 
+@runtime_checkable
+class ForwardedReader(StagedReader, Protocol):
+    """A staged reader some of whose bytes come from engine ranks of its site. forwarded: bytes by engine rank, in the plan's
+    numbers; they are not in `received`.
+    """
+
+    forwarded: dict[int, int]
+
+
 class Wire(Protocol):
     """What a wire module offers."""
 

@@ -5,10 +5,11 @@ sends them to the engine rank that needs them. Nothing is gathered and nothing i
 
 A refit goes through these steps, each with the refit's deadline:
 
-1. Engine ranks check everything they can, agree inside their engine, then meet the trainer's ranks in the store.
+1. Engine ranks check everything they can, agree inside their engine, then meet the trainer's ranks in the store. A rank that
+   shares boxes with others of its site has fetched its table from there before, once a plan (`collective_forward`).
 2. If some rank has no group, or another one than the rest, all drop theirs and build a new one; a second meeting follows. So a
    rank that was restarted, or that failed in the last refit, is taken in again without a restart of the others.
-3. Rounds travel while earlier ones are written (`collective_rounds`, `collective_move`).
+3. Rounds travel while earlier ones are written (`collective_rounds`, `collective_travel`, `collective_move`).
 
 Until all have met, no byte travels and no weight is written. After any failure a rank drops its group.
 """
@@ -16,6 +17,7 @@ Until all have met, no byte travels and no weight is written. After any failure 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -31,19 +33,25 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES
+from vllm_refit_ext.wires.collective_forward import sent_by, travels
 from vllm_refit_ext.wires.collective_group import Backend, Group
 from vllm_refit_ext.wires.collective_meet import CONNECT_S, Store, open_store
 from vllm_refit_ext.wires.collective_move import Outgoing, Packer, Unpacker
-from vllm_refit_ext.wires.collective_rounds import Rounds, rounds
+from vllm_refit_ext.wires.collective_rounds import rounds
+from vllm_refit_ext.wires.collective_table import pack_table, read_table
+from vllm_refit_ext.wires.collective_travel import Travel, travel_alone
 
 
 class _Share(msgspec.Struct):
-    """What a trainer rank must know: the sizes of both sides, and its pieces as in `Outgoing`, one column each."""
+    """What a trainer rank must know: the sizes of both sides, and its pieces as in `Outgoing`, one column each. tables, on rank
+    0: by engine rank what `read_table` reads, for those that share; forwarding names them, empty where there are none."""
 
     trainers: int
     engines: int
     bucket_bytes: int
     pieces: list[Column]
+    forwarding: str = ""
+    tables: dict[int, bytes] = {}
 
 
 class _Part(msgspec.Struct):
@@ -53,6 +61,7 @@ class _Part(msgspec.Struct):
     trainers: int
     engines: int
     bucket_bytes: int
+    forwarding: str
     host: str = ""
     port: int = 0
 
@@ -124,6 +133,12 @@ class CollectiveSender:
         self._packer = Packer(Outgoing(*(unpack(c) for c in share.pieces)), share.trainers, share.bucket_bytes)
         # The port is held from now on, by rank 0 alone.
         self._server: tuple[str, int, Any] | None = open_store() if rank == 0 else None
+        if self._server is not None and share.tables:
+            deadline = time.monotonic() + CONNECT_S
+            store = Store(*self._server[:2], deadline)
+            for target in range(share.engines):
+                store.put(_table_key(share.forwarding, target), share.tables.get(target, b""), deadline)
+            share.tables = {}
         self._met: list[str] = []
         self._tensors: list[torch.Tensor] = []
 
@@ -132,7 +147,9 @@ class CollectiveSender:
         self._tensors = list(tensors)
         host, port = self._server[:2] if self._server is not None else ("", 0)
         share = self._share
-        return msgspec.msgpack.encode(_Part(self._backend, share.trainers, share.engines, share.bucket_bytes, host, port))
+        return msgspec.msgpack.encode(
+            _Part(self._backend, share.trainers, share.engines, share.bucket_bytes, share.forwarding, host, port)
+        )
 
     def transfer(self, session: str, info: CollectiveInfo, deadline: float) -> dict[int, int]:
         """Meet the engines and send. deadline: time.monotonic seconds. Returns payload bytes by engine rank.
@@ -187,6 +204,11 @@ class CollectiveReader:
         """Payload bytes by trainer rank, counted as they came."""
         return self._unpacker.received
 
+    @property
+    def forwarded(self) -> dict[int, int]:
+        """Payload bytes by engine rank of this site, which handed them on."""
+        return self._unpacker.forwarded
+
     def start(self, deadline: float) -> None:
         """Meet all ranks. Raises on all ranks alike, before the first write."""
         group = self._link.join(self._session, deadline)
@@ -197,9 +219,10 @@ class CollectiveReader:
         return self._unpacker.memory(buffer)
 
     def confirm(self) -> None:
-        """Raise WireError when rounds were left."""
+        """Wait until others have what this rank hands on. Raises WireError when rounds were left, DeadlineError."""
         if not self._unpacker.done:
             raise WireError("the writers left rounds unread", where="wire collective")
+        self._unpacker.finish()
         self._done = True
 
     def close(self) -> None:
@@ -221,34 +244,35 @@ class _Kept:
 def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
     """Cut the travel of the whole plan for the trainer's ranks. bucket_bytes: payload of a round and of a batch."""
     ranks, engines = len(sites.trainers), len(sites.engines)
-    travels = _travels(plan, engines, bucket_bytes)
-    return [msgspec.msgpack.encode(_Share(ranks, engines, bucket_bytes, _pieces(travels, plan, rank))) for rank in range(ranks)]
+    found, shared = travels(plan, sites, bucket_bytes)
+    tables = {rank: pack_table(mine, plan.digest(rank)) for rank, mine in shared.items()}
+    forwarding = hashlib.sha256(b"".join(tables.values())).hexdigest()[:16] if tables else ""
+    return [
+        msgspec.msgpack.encode(
+            _Share(ranks, engines, bucket_bytes, _pieces(found, plan, rank), forwarding, tables if rank == 0 else {})
+        )
+        for rank in range(ranks)
+    ]
 
 
-def _travels(plan: Plan, engines: int, bucket_bytes: int) -> list[tuple[Rounds, Int]]:
-    """For each engine rank its rounds, and the order of its pieces by source, round and place in the message."""
-    found = []
-    for target in range(engines):
-        r = rounds(plan.for_target(target), bucket_bytes)
-        found.append((r, np.lexsort((r.at, r.number, r.plan.source_rank))))
-    return found
-
-
-def _pieces(travels: Sequence[tuple[Rounds, Int]], plan: Plan, rank: int) -> list[Column]:
+def _pieces(found: Sequence[Travel], plan: Plan, rank: int) -> list[Column]:
     """The columns of `Outgoing` for one trainer rank."""
     first = int(np.searchsorted([b.rank for b in plan.sources], rank))
     depth = plan.extent.shape[1]
-    parts: list[tuple[Int, ...]] = [(*(np.zeros(0, np.int64),) * 5, *(np.zeros((0, depth), np.int64),) * 2)]
-    for target, (r, order) in enumerate(travels):
-        begin, end = np.searchsorted(r.plan.source_rank[order], [rank, rank + 1])
-        rows, p = order[begin:end], r.plan
-        where = (np.full(len(rows), target, np.int64), r.number[rows])
+    parts: list[tuple[Int, ...]] = [(*(np.zeros(0, np.int64),) * 6, *(np.zeros((0, depth), np.int64),) * 2)]
+    for target, travel, rows in sent_by(found, rank):
+        p = travel.plan
+        where = (np.full(len(rows), target, np.int64), np.array(travel.numbers, np.int64)[travel.number[rows]], travel.run[rows])
         parts.append(
             (*where, p.nbytes[rows], p.source[rows] - first, p.source_offset[rows], p.extent[rows], p.source_strides[rows])
         )
     columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
-    order = np.lexsort((columns[0], columns[1]))  # stable: the pieces of a message stay in their order
+    order = np.lexsort((columns[0], columns[1]))  # stable: the pieces of a message, and a target's runs, stay in their order
     return [pack(c[order]) for c in columns]
+
+
+def _table_key(forwarding: str, target: int) -> str:
+    return f"forward/{forwarding}/{target}"
 
 
 def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> CollectiveSender:
@@ -278,6 +302,7 @@ def info(parts: Sequence[bytes]) -> CollectiveInfo:
         trainers=head.trainers,
         engines=head.engines,
         bucket_bytes=head.bucket_bytes,
+        forwarding=head.forwarding,
     )
 
 
@@ -306,9 +331,20 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> Collect
             held.link if held is not None else Link(told.trainers + rank, rank_names(told.trainers, told.engines), told.backend)
         )
         device = torch.device("cuda", torch.cuda.current_device()) if told.backend == "nccl" else torch.device("cpu")
-        held = kept["collective"] = _Kept(told, link, plan, Unpacker(rounds(plan, told.bucket_bytes), device))
+        link.connect(told.host, told.port, deadline)
+        travel = _travel(link, told, plan, rank, deadline)
+        held = kept["collective"] = _Kept(told, link, plan, Unpacker(travel, device))
     held.link.connect(told.host, told.port, deadline)
     return CollectiveReader(held.link, held.unpacker, update.session)
+
+
+def _travel(link: Link, told: CollectiveInfo, plan: Plan, rank: int, deadline: float) -> Travel:
+    """The travel of engine rank `rank`: as the trainer's table says if it has one, else found alone."""
+    assert link.store is not None
+    raw = link.store.take(_table_key(told.forwarding, rank), deadline) if told.forwarding else b""
+    if not raw:
+        return travel_alone(rounds(plan, told.bucket_bytes), told.trainers)
+    return read_table(raw, plan, rank, told.trainers, told.engines, told.bucket_bytes)
 
 
 def _problems(told: CollectiveInfo, sources: int) -> list[Problem]:

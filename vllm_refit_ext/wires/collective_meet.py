@@ -24,6 +24,8 @@ from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, WireE
 
 CONNECT_S = 10.0
 """Seconds within which a store on a reachable host must answer."""
+PART_BYTES = 4 << 20
+"""torch's store refuses values of more than 8 MiB."""
 SLACK_S = 2.0
 """Seconds beyond a deadline in which a rank may still learn the verdict, so that all tell the same story."""
 
@@ -68,6 +70,31 @@ class Store:
             raise WireError(
                 "the trainer's store is gone", where=self._where, got=_line(error), do="trainer rank 0 hosts it: start it again"
             ) from None
+
+    def put(self, key: str, value: bytes, deadline: float) -> None:
+        """Leave `value`, of any length, for `take`."""
+        parts = [value[at : at + PART_BYTES] for at in range(0, len(value), PART_BYTES)]
+
+        def work(store: Any) -> None:
+            for i, part in enumerate(parts):
+                store.set(f"{key}/{i}", part)
+            store.set(key, str(len(parts)))
+
+        self.call(work, deadline)
+
+    def take(self, key: str, deadline: float) -> bytes:
+        """What was `put` under `key`; it stays there. Raises WireError when nothing was."""
+
+        def work(store: Any) -> bytes | None:
+            if not store.check([key]):
+                return None
+            return b"".join(store.get(f"{key}/{i}") for i in range(int(store.get(key))))
+
+        found = self.call(work, deadline)
+        if found is None:
+            do = "prepare again on every rank"
+            raise WireError("the trainer's store lacks what its message names", where=self._where, got=f"no {key}", do=do)
+        return found
 
     def meet(self, key: str, rank: int, names: Sequence[str], word: bytes, deadline: float) -> list[bytes]:
         """Meet the other ranks under `key`, new for every meeting. names: of all ranks, for errors. Returns all words by rank.

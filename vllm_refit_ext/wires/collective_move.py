@@ -1,12 +1,14 @@
 """Both ends of the travel: a trainer rank packs and sends its messages, an engine rank receives rounds and offers them.
 
 Each end has a ring of two staging buffers, made once. While one bucket travels the other is packed, or written into the
-engine. So the bytes in flight at a rank are at most two buckets, and the operations in flight two batches.
+engine. So the bytes in flight at a rank are at most two buckets, and a batch has at most 16 operations. What an engine rank hands
+on to others of its site leaves from the staging in which it landed.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Protocol
@@ -22,7 +24,8 @@ from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.wires.boxes import as_bytes, box_view
 from vllm_refit_ext.wires.collective_group import Parcel
-from vllm_refit_ext.wires.collective_rounds import ALIGN, Rounds
+from vllm_refit_ext.wires.collective_rounds import ALIGN
+from vllm_refit_ext.wires.collective_travel import Span, Travel
 
 RING = 2
 """Staging buffers a rank: one travels while the other is packed or written."""
@@ -46,14 +49,15 @@ class Transport(Protocol):
 
 
 class Outgoing(msgspec.Struct):
-    """The pieces that one trainer rank sends, sorted by (round, target, place in the message). All int64.
+    """The pieces that one trainer rank sends, sorted by (round, target, run, place in the message). All int64.
 
-    target: engine rank. number: round. nbytes: of each piece. tensor: index into the rank's live tensors. offset: bytes into it.
-    extent [n, D] elements. strides [n, D] bytes.
+    target: engine rank. number: round, as the target's site counts them. run: see `Travel`. nbytes: of each piece. tensor: index
+    into the rank's live tensors. offset: bytes into it. extent [n, D] elements. strides [n, D] bytes.
     """
 
     target: Int
     number: Int
+    run: Int
     nbytes: Int
     tensor: Int
     offset: Int
@@ -62,10 +66,11 @@ class Outgoing(msgspec.Struct):
 
 
 class _Message(msgspec.Struct, frozen=True):
-    """Pieces first..last, one after another, to engine rank `target` in round `number`."""
+    """Pieces first..last, one after another, to engine rank `target` in round `number`. tag: as in `Span`."""
 
     target: int
     number: int
+    tag: int
     first: int
     last: int
     nbytes: int
@@ -124,7 +129,7 @@ class Packer:
         """What fills a staging buffer, as pairs of views, and the parcels that leave it."""
         p, copies, start = self._pieces, _Copies([], [], []), 0
         for message in batch:
-            copies.parcels.append(Parcel(self._first + message.target, message.number, slot[start : start + message.nbytes]))
+            copies.parcels.append(Parcel(self._first + message.target, message.tag, slot[start : start + message.nbytes]))
             at = start
             for i in range(message.first, message.last):
                 source, extent, size = tensors[int(p.tensor[i])], p.extent[i].tolist(), int(p.nbytes[i])
@@ -137,10 +142,13 @@ class Packer:
 
 def _messages(pieces: Outgoing) -> Iterator[_Message]:
     new = np.ones(len(pieces.target), bool)
-    new[1:] = (np.diff(pieces.number) != 0) | (np.diff(pieces.target) != 0)
+    new[1:] = (np.diff(pieces.number) != 0) | (np.diff(pieces.target) != 0) | (np.diff(pieces.run) != 0)
     starts = [*np.flatnonzero(new).tolist(), len(new)]
+    count: Counter[int] = Counter()
     for a, b in pairwise(starts):
-        yield _Message(int(pieces.target[a]), int(pieces.number[a]), a, b, int(pieces.nbytes[a:b].sum()))
+        target = int(pieces.target[a])
+        yield _Message(target, int(pieces.number[a]), count[target], a, b, int(pieces.nbytes[a:b].sum()))
+        count[target] += 1
 
 
 def _batches(messages: Sequence[_Message], bucket_bytes: int) -> Iterator[list[_Message]]:
@@ -165,26 +173,30 @@ class Unpacker:
     """An engine rank's end. It is the memory of staged plans: the same moves, with staging buffers as their sources.
 
     whole: all moves. steps: those in place, a plan a round. A round's bytes are fetched when a buffer of it is first asked for,
-    which gives up those of the round before; scales alone stay until the end. token: names the memory, which never moves.
+    which gives up those of the round before; scales alone stay until the end. What others of the site need of a round is handed
+    on as soon as it is there. token: names the memory, which never moves. received: payload bytes by trainer rank. forwarded: by
+    engine rank of the site.
     """
 
-    def __init__(self, rounds: Rounds, device: torch.device) -> None:
-        self.rounds = rounds
+    def __init__(self, travel: Travel, device: torch.device) -> None:
+        self.travel = travel
         self.received: dict[int, int] = {}
+        self.forwarded: dict[int, int] = {}
         self.token = secrets.token_hex(8)
-        count = len(rounds.messages)
-        room = max((_padded(rounds.size(r)) for r in range(rounds.kept, count)), default=0)
+        kept, count = travel.kept, len(travel.sizes)
+        room = max((_padded(n) for n in travel.sizes[kept:]), default=0)
         self._ring = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(RING)]
-        self._kept = [torch.empty(_padded(rounds.size(r)), dtype=torch.uint8, device=device) for r in range(rounds.kept)]
-        self._dtypes = sorted({b.dtype for b in rounds.plan.sources})
+        self._kept = [torch.empty(_padded(n), dtype=torch.uint8, device=device) for n in travel.sizes[:kept]]
+        self._dtypes = sorted({b.dtype for b in travel.plan.sources})
         self.whole = self._staged_plan()
-        scales = rounds.number < rounds.kept
+        scales = travel.number < kept
         # Scales stand in every step, beside their codes; alone where nothing but scales is written in place.
-        self.steps = [self.whole.select(scales | (rounds.number == r)) for r in range(rounds.kept + rounds.reloads, count)]
+        self.steps = [self.whole.select(scales | (travel.number == r)) for r in range(kept + travel.reloads, count)]
         self.steps = self.steps or [self.whole.select(scales)]
         self._transport: Transport | None = None
         self._deadline = 0.0
-        self._flying: list[list[Waiter]] = []
+        self._landed: list[list[Waiter]] = []
+        self._exchanged: list[list[tuple[bool, Waiter]]] = []
         self._here = 0
 
     @property
@@ -195,12 +207,17 @@ class Unpacker:
     def begin(self, transport: Transport, deadline: float) -> None:
         """Start a refit: nothing of the last one is left."""
         self._transport, self._deadline = transport, deadline
-        self.received, self._flying, self._here = {}, [], 0
+        self.received, self.forwarded, self._landed, self._exchanged, self._here = {}, {}, [], [], 0
 
     @property
     def done(self) -> bool:
         """Whether every round was received."""
-        return self._here == len(self.rounds.messages)
+        return self._here == len(self.travel.sizes)
+
+    def finish(self) -> None:
+        """Wait until everything that this rank hands on was taken. Raises WireError, DeadlineError."""
+        for number in range(len(self._exchanged)):
+            self._wait_exchange(number)
 
     def memory(self, buffer: int) -> torch.Tensor:
         """The staging buffer that source `buffer` of a staged plan lies in, uint8, once its round is there.
@@ -210,53 +227,90 @@ class Unpacker:
         number = buffer // len(self._dtypes)
         while self._here <= number:
             self._fetch()
-        if self.rounds.kept <= number < self._here - 1:
+        if self.travel.kept <= number < self._here - 1:
             raise WireError("a round was asked for after a later one", where="wire collective", got=number, wanted=self._here - 1)
         return self._slot(number)
 
     def _slot(self, number: int) -> torch.Tensor:
-        kept = self.rounds.kept
+        kept = self.travel.kept
         return self._kept[number] if number < kept else self._ring[(number - kept) % RING]
 
     def _fetch(self) -> None:
-        """Wait for the next round. Its predecessor's bytes were used, since nothing asks for them: the buffer travels again."""
-        assert self._transport is not None
-        ahead = self._here + (RING if self._here < self.rounds.kept else RING - 1)
-        while len(self._flying) <= min(ahead, len(self.rounds.messages) - 1):
-            self._post(self._transport, len(self._flying))
-        for waiter in self._flying[self._here]:
+        """Wait for the next round. Its predecessor's bytes were used, since nothing asks for them: the buffer travels again.
+
+        Messages start in the order (round, phase): what lands, then what is handed on. What lands of later rounds starts early,
+        as long as staging is free for it and nothing of an earlier round must start before it.
+        """
+        here = self._here
+        ahead = min(here + (RING if here < self.travel.kept else RING - 1), len(self.travel.sizes) - 1)
+        while True:
+            number = len(self._exchanged)
+            if len(self._landed) == number and number <= ahead:
+                self._land(number)
+            elif len(self._landed) > number and (number <= here or not self.travel.exchange[number]):
+                self._hand_on(number)
+            else:
+                break
+        for waiter in self._landed[here]:
             waiter.wait(self._deadline)
-        for m in self.rounds.messages[self._here]:
-            self.received[m.source] = self.received.get(m.source, 0) + m.nbytes
+        for brings, waiter in self._exchanged[here]:
+            if brings:
+                waiter.wait(self._deadline)
+        for span in self.travel.landing[here]:
+            self.received[span.peer] = self.received.get(span.peer, 0) + span.nbytes
+        for span in self.travel.exchange[here]:
+            if not span.gives:
+                peer = span.peer - self.travel.trainers
+                self.forwarded[peer] = self.forwarded.get(peer, 0) + span.nbytes
         self._here += 1
 
-    def _post(self, transport: Transport, number: int) -> None:
-        slot = self._slot(number)
-        messages = self.rounds.messages[number]
-        waiters = []
-        for first in range(0, len(messages), OPERATIONS):
-            parcels = [Parcel(m.source, number, slot[m.at : m.at + m.nbytes]) for m in messages[first : first + OPERATIONS]]
-            waiters.append(transport.post([], parcels))
-        self._flying.append(waiters)
+    def _land(self, number: int) -> None:
+        """Start to receive what trainer ranks send in round `number`, whose staging is free once nothing is handed on from it."""
+        if number - RING >= self.travel.kept:
+            self._wait_exchange(number - RING)
+        self._landed.append([waiter for _, waiter in self._post(number, self.travel.landing[number])])
+
+    def _hand_on(self, number: int) -> None:
+        """Start the exchange of round `number` with the other engine ranks of the site, once that which landed is there."""
+        if self.travel.exchange[number]:
+            for waiter in self._landed[number]:
+                waiter.wait(self._deadline)
+        self._exchanged.append(self._post(number, self.travel.exchange[number]))
+
+    def _wait_exchange(self, number: int) -> None:
+        for _, waiter in self._exchanged[number]:
+            waiter.wait(self._deadline)
+
+    def _post(self, number: int, spans: Sequence[Span]) -> list[tuple[bool, Waiter]]:
+        """Start messages of round `number` in batches. Returns for each batch whether it brings something, and what to wait
+        for."""
+        assert self._transport is not None
+        slot, started = self._slot(number), []
+        for first in range(0, len(spans), OPERATIONS):
+            batch = spans[first : first + OPERATIONS]
+            sends, receives = (
+                [Parcel(s.peer, s.tag, slot[s.at : s.at + s.nbytes]) for s in batch if s.gives == gives]
+                for gives in (True, False)
+            )
+            started.append((bool(receives), self._transport.post(sends, receives)))
+        return started
 
     def _staged_plan(self) -> Plan:
         """All moves as row-major boxes at their place in staging. A buffer for each round and dtype: the round's whole
         staging.
         """
-        plan, rounds = self.rounds.plan, self.rounds
+        plan, travel = self.travel.plan, self.travel
         rank = plan.targets[0].rank if plan.targets else 0
         buffers = [
-            Buffer(f"round {r}", rank, d, (_padded(rounds.size(r)) // ITEMSIZE[d],))
-            for r in range(len(rounds.messages))
-            for d in self._dtypes
+            Buffer(f"round {r}", rank, d, (_padded(n) // ITEMSIZE[d],)) for r, n in enumerate(travel.sizes) for d in self._dtypes
         ]
         code = np.array([self._dtypes.index(b.dtype) for b in plan.sources], np.int64)[plan.source] if len(plan) else plan.source
         item = np.array([ITEMSIZE[d] for d in self._dtypes], np.int64)[code] if len(plan) else plan.source
         strides = np.ones_like(plan.extent)
         strides[:, :-1] = np.cumprod(plan.extent[:, :0:-1], axis=1)[:, ::-1]
         columns = {c: getattr(plan, c) for c in Plan.COLUMNS}
-        columns["source"] = rounds.number * len(self._dtypes) + code
-        columns |= {"source_offset": rounds.staged(), "source_strides": strides * item[:, None]}
+        columns["source"] = travel.number * len(self._dtypes) + code
+        columns |= {"source_offset": travel.offset, "source_strides": strides * item[:, None]}
         return Plan(plan.manifest, buffers, plan.targets, **columns)
 
 

@@ -65,9 +65,9 @@ class Rounds(msgspec.Struct):
 
 def rounds(plan: Plan, bucket_bytes: int) -> Rounds:
     """The rounds of `plan`, the moves into one engine rank. bucket_bytes: most payload of a round, at least one element."""
-    plan = plan.select(np.argsort(_kinds(plan), kind="stable"))
+    plan = plan.select(np.argsort(kinds_of(plan), kind="stable"))
     plan = cut_moves(plan, bucket_bytes)
-    kinds, nbytes = _kinds(plan), plan.nbytes
+    kinds, nbytes = kinds_of(plan), plan.nbytes
     number = np.zeros(len(plan), np.int64)
     borders = np.searchsorted(kinds, [0, 1, 2], side="right")
     ends = np.cumsum(nbytes)
@@ -83,7 +83,7 @@ def rounds(plan: Plan, bucket_bytes: int) -> Rounds:
     return Rounds(plan, number, at, messages, counts[0], counts[1])
 
 
-def _kinds(plan: Plan) -> Int:
+def kinds_of(plan: Plan) -> Int:
     """0 for scales that travel beside their codes, 1 for the engine's reload, 2 for writes in place; int64 [n]."""
     if not len(plan):
         return np.zeros(0, np.int64)
@@ -113,22 +113,39 @@ def _messages(plan: Plan, number: Int, count: int) -> tuple[Int, list[list[Messa
 
 def cut_moves(plan: Plan, limit: int) -> Plan:
     """`plan` with every move larger than `limit` bytes cut into pieces, in row-major order. One element is never cut."""
-    large = np.flatnonzero(plan.nbytes > limit)
-    if not len(large):
-        return plan
-    item = [ITEMSIZE[b.dtype] for b in plan.sources]
-    parts = {int(i): list(_cut(plan.extent[i].tolist(), max(1, limit // item[int(plan.source[i])]))) for i in large}
-    repeats = np.ones(len(plan), np.int64)
+    item = np.array([ITEMSIZE[b.dtype] for b in plan.sources], np.int64)[plan.source] if len(plan) else plan.nbytes
+    move, start, extent = cut_boxes(plan.extent, plan.nbytes, np.full(len(plan), limit, np.int64), item)
+    return plan if len(move) == len(plan) else boxes_of(plan, move, start, extent)
+
+
+def cut_boxes(extent: Int, nbytes: Int, limit: Int, item: Int) -> tuple[Int, Int, Int]:
+    """Boxes cut into parts of at most `limit` bytes, in row-major order, at least one element each.
+
+    extent: int64 [n, D]. nbytes, limit, item: int64 [n], `item` the bytes of an element. Returns for every part the box that it
+    is of, int64 [m], where in this box it starts and its extent, int64 [m, D].
+    """
+    large = np.flatnonzero(nbytes > limit)
+    parts = {int(i): list(_cut(extent[i].tolist(), max(1, int(limit[i] // item[i])))) for i in large}
+    repeats = np.ones(len(extent), np.int64)
     repeats[large] = [len(parts[int(i)]) for i in large]
-    columns = {c: np.repeat(getattr(plan, c), repeats, axis=0) for c in Plan.COLUMNS}
+    box = np.repeat(np.arange(len(extent)), repeats)
+    start, size = np.zeros((len(box), extent.shape[1]), np.int64), extent[box]
     first = np.cumsum(repeats) - repeats
     for i, boxes in parts.items():
         rows = slice(int(first[i]), int(first[i]) + len(boxes))
-        shift = np.array([lo for lo, _ in boxes], np.int64)
-        columns["lo"][rows] += shift
-        columns["extent"][rows] = [extent for _, extent in boxes]
-        columns["source_offset"][rows] += (shift * plan.source_strides[i]).sum(axis=1)
-        columns["target_offset"][rows] += (shift * plan.target_strides[i]).sum(axis=1)
+        start[rows] = [lo for lo, _ in boxes]
+        size[rows] = [part for _, part in boxes]
+    return box, start, size
+
+
+def boxes_of(plan: Plan, move: Int, start: Int, extent: Int) -> Plan:
+    """Parts of moves as a plan. move: int64 [n], which move. start, extent: int64 [n, D], where in its box the part starts and
+    its extent."""
+    columns = {c: getattr(plan, c)[move] for c in Plan.COLUMNS}
+    columns["lo"] = columns["lo"] + start
+    columns["extent"] = extent
+    for side in ("source", "target"):
+        columns[f"{side}_offset"] = columns[f"{side}_offset"] + (start * columns[f"{side}_strides"]).sum(axis=1)
     return Plan(plan.manifest, plan.sources, plan.targets, **columns)
 
 

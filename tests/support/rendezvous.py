@@ -1,0 +1,164 @@
+"""Wire `collective` in one process: one thread a rank, over transports that are as strict as a collective can be."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from vllm_refit_ext.core.errors import WireError
+from vllm_refit_ext.core.placement import Buffer
+from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.core.table import unpack
+from vllm_refit_ext.receiver.writers import InPlaceWriter
+from vllm_refit_ext.wires import collective
+from vllm_refit_ext.wires.collective_forward import Shared, travels
+from vllm_refit_ext.wires.collective_move import OPERATIONS, Outgoing, Packer, Unpacker
+from vllm_refit_ext.wires.collective_rounds import ALIGN, rounds
+from vllm_refit_ext.wires.collective_table import pack_table, read_table
+from vllm_refit_ext.wires.collective_travel import Travel, travel_alone
+
+
+class Rendezvous:
+    """Transports that behave like the strictest of collectives: a rank's batches run one after another, and an operation ends
+    when both its ends have reached it. Whatever could make ranks wait for each other, does."""
+
+    def __init__(self) -> None:
+        self.ready = threading.Condition()
+        self.offers: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.taken: set[tuple[int, int, int]] = set()
+        self.bytes: dict[tuple[int, int], int] = defaultdict(int)
+        self.largest = 0
+
+    def rank(self, number: int) -> _End:
+        return _End(self, number)
+
+
+class _End:
+    device = torch.device("cpu")
+
+    def __init__(self, meeting: Rendezvous, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
+        self.queue: list[_Batch] = []
+
+    def post(self, sends, receives):
+        assert 0 < len(sends) + len(receives) <= OPERATIONS
+        batch = _Batch(self, list(sends), list(receives))
+        self.queue.append(batch)
+        return batch
+
+
+class _Batch:
+    def __init__(self, end, sends, receives) -> None:
+        self.end, self.sends, self.receives = end, sends, receives
+
+    def wait(self, deadline: float) -> None:
+        while self in self.end.queue:
+            self.end.queue[0].run(deadline)
+
+    def run(self, deadline: float) -> None:
+        meeting, me = self.end.meeting, self.end.rank
+        with meeting.ready:
+            keys = [(me, p.peer, p.tag) for p in self.sends]
+            for key, p in zip(keys, self.sends, strict=True):
+                assert key not in meeting.offers
+                meeting.offers[key] = p.data
+                meeting.bytes[key[:2]] += p.data.nbytes
+            meeting.ready.notify_all()
+            for p in self.receives:
+                key = (p.peer, me, p.tag)
+                self._until(lambda key=key: key in meeting.offers, deadline, key)
+                assert meeting.offers[key].nbytes == p.data.nbytes
+                p.data.copy_(meeting.offers.pop(key))
+                meeting.taken.add(key)
+                meeting.ready.notify_all()
+            for key in keys:
+                self._until(lambda key=key: key in meeting.taken, deadline, key)
+        self.end.queue.pop(0)
+
+    def _until(self, condition, deadline: float, key) -> None:
+        if not self.end.meeting.ready.wait_for(condition, deadline - time.monotonic()):
+            raise WireError("stuck", where=str(key))
+
+
+def by_rank(plan: Plan, sources: list[torch.Tensor]) -> tuple[Plan, list[torch.Tensor]]:
+    """The plan with source buffers in the order of their ranks, as senders have them, and with a name of its own for each target
+    buffer. sources: the tensors of the source buffers."""
+    order = sorted(range(len(plan.sources)), key=lambda i: plan.sources[i].rank)
+    place = {i: k for k, i in enumerate(order)}
+    columns = {c: getattr(plan, c) for c in Plan.COLUMNS}
+    columns["source"] = np.array([place[i] for i in plan.source.tolist()], np.int64)
+    targets = [Buffer(f"{i}", b.rank, b.dtype, b.shape, b.layout) for i, b in enumerate(plan.targets)]
+    return Plan(plan.manifest, [plan.sources[i] for i in order], targets, **columns), [sources[i] for i in order]
+
+
+def own_travel(plan: Plan, rank: int, sites: Sites, bucket: int, tables: dict[int, Shared]) -> Travel:
+    """The travel of engine rank `rank` as the rank finds it: with its own plan, and its table if there is one."""
+    mine = plan.for_target(rank)
+    if rank not in tables:
+        return travel_alone(rounds(mine, bucket), len(sites.trainers))
+    # An engine rank has no targets but its own.
+    own = [i for i, b in enumerate(plan.targets) if b.rank == rank]
+    place = np.full(len(plan.targets), -1, np.int64)
+    place[own] = np.arange(len(own))
+    columns = {c: getattr(mine, c) for c in Plan.COLUMNS} | {"target": place[mine.target]}
+    mine = Plan(plan.manifest, plan.sources, [plan.targets[i] for i in own], **columns)
+    raw = pack_table(tables[rank], plan.digest(rank))
+    return read_table(raw, mine, rank, len(sites.trainers), len(sites.engines), bucket)
+
+
+def run_travel(
+    plan: Plan, sites: Sites, sources: list[torch.Tensor], targets: dict[str, torch.Tensor], bucket: int
+) -> dict[tuple[int, int], int]:
+    """Send and write everything with one thread a rank. Returns bytes by (sending, receiving) group rank.
+
+    plan: the joint one, its sources by rank. sources: their tensors. targets: tensors by the name of the target buffer.
+    """
+    trainers, engines = len(sites.trainers), len(sites.engines)
+    meeting = Rendezvous()
+    failures: list[BaseException] = []
+    first = np.searchsorted([b.rank for b in plan.sources], np.arange(trainers + 1))
+    found, tables = travels(plan, sites, bucket)
+    parts = [collective._pieces(found, plan, rank) for rank in range(trainers)]
+    packers = [Packer(Outgoing(*(unpack(c) for c in p)), trainers, bucket) for p in parts]
+    readers = [Unpacker(own_travel(plan, t, sites, bucket, tables), torch.device("cpu")) for t in range(engines)]
+    deadline = time.monotonic() + 20
+
+    def send(rank: int) -> None:
+        sent = packers[rank].run(meeting.rank(rank), sources[first[rank] : first[rank + 1]], deadline)
+        assert sent == {t: n for t in range(engines) if (n := meeting.bytes.get((rank, trainers + t), 0))}
+
+    def receive(rank: int) -> None:
+        reader = readers[rank]
+        reader.begin(meeting.rank(trainers + rank), deadline)
+        for step in reader.steps:
+            InPlaceWriter(step, targets).write(reader)
+        assert reader.done
+        reader.finish()
+        for counted, shift in ((reader.received, 0), (reader.forwarded, trainers)):
+            for peer, nbytes in counted.items():
+                assert meeting.bytes[peer + shift, trainers + rank] == nbytes
+        assert sum(reader.received.values()) + sum(reader.forwarded.values()) == int(plan.for_target(rank).nbytes.sum())
+
+    def guarded(work, rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as error:  # noqa: BLE001 - raised in the test
+            failures.append(error)
+
+    for packer in packers:
+        assert packer.staging_bytes <= 2 * (max(bucket, 4) + ALIGN * (OPERATIONS + 1))
+    threads = [threading.Thread(target=guarded, args=(send, r), daemon=True) for r in range(trainers)]
+    threads += [threading.Thread(target=guarded, args=(receive, r), daemon=True) for r in range(engines)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    if failures:
+        raise failures[0]
+    assert not any(t.is_alive() for t in threads)
+    return dict(meeting.bytes)

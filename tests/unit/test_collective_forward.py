@@ -1,0 +1,336 @@
+"""Forwarding on wire `collective`: one copy of a box crosses to a site, every rank gets its own plan and nothing else, and no two
+ranks wait for each other, whatever the geometry, the sites and the bucket.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.geometry import Case, sources_and_engines
+from tests.support.rendezvous import by_rank, own_travel, run_travel
+from vllm_refit_ext.core.errors import PlanError
+from vllm_refit_ext.core.manifest import Manifest, TensorSpec
+from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
+from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.core.table import pack, unpack
+from vllm_refit_ext.wires.collective_forward import traffic, travels
+from vllm_refit_ext.wires.collective_move import Unpacker
+from vllm_refit_ext.wires.collective_rounds import ALIGN, rounds
+from vllm_refit_ext.wires.collective_table import Table, pack_table, read_table
+from vllm_refit_ext.wires.collective_travel import travel_alone
+
+BUCKETS = (4, 40, 600, 1 << 20)
+FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, Plan, list[torch.Tensor], Sites, int]:
+    case = draw(sources_and_engines())
+    trainers = 1 + max(b.rank for b in case.source.buffers)
+    names = st.sampled_from(["a", "b", "c"])
+    apart = draw(st.booleans())  # often no trainer is on a site of an engine
+    sites = Sites(
+        ["t"] * trainers if apart else [draw(names) for _ in range(trainers)], [draw(names) for _ in range(case.target_ranks)]
+    )
+    plan, sources = by_rank(
+        build_plan(case.manifest, case.sources, case.targets), [torch.from_numpy(c.copy()) for c in case.source.contents]
+    )
+    return case, plan, sources, sites, draw(st.sampled_from(BUCKETS))
+
+
+def must_cross(plan: Plan, sites: Sites) -> int:
+    """Bytes that have to cross, element by element: each element that a site needs and that the plan takes from elsewhere for all
+    of its ranks."""
+    crossing = 0
+    for site in set(sites.engines):
+        for name in plan.names:
+            shape = plan.manifest.tensors[name].shape
+            needed, at_home = np.zeros(shape, bool), np.zeros(shape, bool)
+            for i in np.flatnonzero(plan.tensor == plan.names.index(name)).tolist():
+                if sites.engines[plan.target_rank[i]] == site:
+                    box = tuple(slice(a, a + n) for a, n in zip(plan.lo[i], plan.extent[i], strict=True))[: len(shape)]
+                    needed[box] = True
+                    at_home[box] |= sites.trainers[plan.source_rank[i]] == site
+            crossing += 4 * int((needed & ~at_home).sum())
+    return crossing
+
+
+@given(cases())
+@FEW
+def test_every_rank_gets_its_plan_and_one_copy_crosses(drawn):
+    case, plan, sources, sites, bucket = drawn
+    trainers = len(sites.trainers)
+    memory = [torch.zeros(b.shape) for b in plan.targets]
+    moved = run_travel(plan, sites, sources, {b.name: m for b, m in zip(plan.targets, memory, strict=True)}, bucket)
+    case.check_targets([m.numpy().view(np.uint8).reshape(-1) for m in memory])
+    everyone = [*sites.trainers, *sites.engines]
+    crossed = sum(n for (a, b), n in moved.items() if everyone[a] != everyone[b])
+    assert crossed == must_cross(plan, sites), "one copy a site, to the byte"
+    for target in range(len(sites.engines)):
+        got = sum(n for (_, b), n in moved.items() if b == trainers + target)
+        assert got == int(plan.for_target(target).nbytes.sum()), "each rank gets its plan's bytes and no more"
+    told = traffic(plan, sites, bucket)
+    assert told.crossed == crossed
+    for rank in range(trainers):
+        assert told.sent[rank] == sum(n for (a, _), n in moved.items() if a == rank)
+    for rank in range(len(sites.engines)):
+        assert told.landed[rank] == sum(n for (a, b), n in moved.items() if b == trainers + rank and a < trainers)
+        assert told.forwarded[rank] == sum(n for (a, b), n in moved.items() if b == trainers + rank and a >= trainers)
+
+
+@given(cases())
+@MANY
+def test_what_a_rank_finds_is_what_the_trainer_planned_for_it_and_within_bounds(drawn):
+    _, plan, _, sites, bucket = drawn
+    planned, shared = travels(plan, sites, bucket)
+    for rank, want in enumerate(planned):
+        got = own_travel(plan, rank, sites, bucket, shared)
+        for column in ("number", "offset", "source", "run"):
+            assert np.array_equal(getattr(got, column), getattr(want, column))
+        assert (got.landing, got.exchange, got.sizes, got.numbers) == (want.landing, want.exchange, want.sizes, want.numbers)
+        assert np.array_equal(got.plan.lo, want.plan.lo)
+        payload = np.bincount(got.number, got.plan.nbytes) if len(got.plan) else np.zeros(1)
+        assert payload.max() <= max(bucket, 4)
+        blocks = max((len(a) + len(b) for a, b in zip(got.landing, got.exchange, strict=True)), default=0)
+        if len(got.sizes) < 100:  # it makes a plan a round
+            assert Unpacker(got, torch.device("cpu")).staging_bytes <= 2 * (max(bucket, 4) + ALIGN * (blocks + 1))
+        for number, spans in enumerate(got.landing):
+            covered = sorted((s.at, s.at + s.nbytes) for s in [*spans, *(x for x in got.exchange[number] if not x.gives)])
+            assert all(b <= c for (_, b), (c, _) in pairwise(covered)), "nothing lands on anything else"
+        if rank not in shared:
+            alone = travel_alone(rounds(plan.for_target(rank), bucket), len(sites.trainers))
+            assert (alone.landing, alone.exchange) == (got.landing, got.exchange), "today's path"
+
+
+@given(cases())
+@MANY
+def test_messages_start_in_one_order_at_all_ranks(drawn):
+    """The argument of `collective_travel`, on the tables: each rank's list of messages is sorted by one key of all messages."""
+    _, plan, _, sites, bucket = drawn
+    found, trainers = travels(plan, sites, bucket)[0], len(sites.trainers)
+    sent: dict[tuple[int, int, int], tuple[int, int]] = {}
+    got: dict[tuple[int, int, int], tuple[int, int]] = {}
+    for rank, travel in enumerate(found):
+        me, keys = trainers + rank, []
+        for number, (landing, exchange) in enumerate(zip(travel.landing, travel.exchange, strict=True)):
+            for phase, spans in enumerate((landing, exchange)):
+                for s in spans:
+                    pair = (me, s.peer) if s.gives else (s.peer, me)
+                    keys.append((travel.numbers[number], phase, pair[1], pair[0], s.tag))
+                    (sent if s.gives else got)[(*pair, s.tag)] = (travel.numbers[number], s.nbytes)
+        assert keys == sorted(keys)
+        assert len(set(keys)) == len(keys)
+    assert {k: v for k, v in got.items() if k[0] >= trainers} == sent, "what one rank hands on is what the other waits for"
+
+
+def replicas(trainers: int, engines: int, tensors: int = 24, rows: int = 64) -> tuple[Plan, Manifest]:
+    """Whole tensors on every trainer rank, whole tensors on every engine rank."""
+    manifest = Manifest({f"t{i}": TensorSpec((rows, 4), "float32") for i in range(tensors)})
+
+    def side(ranks: int) -> Placements:
+        buffers = [Buffer(f"{n} of {r}", r, "float32", (rows, 4)) for r in range(ranks) for n in manifest.tensors]
+        places = [
+            Placement(n, r * tensors + i, (0, 0), (rows, 4), 0, (16, 4))
+            for r in range(ranks)
+            for i, n in enumerate(manifest.tensors)
+        ]
+        return Placements.from_rows(buffers, places, list(manifest.tensors))
+
+    return build_plan(manifest, side(trainers), side(engines)), manifest
+
+
+def test_egress_and_what_lands_are_even():
+    plan, _ = replicas(4, 8)
+    whole = 24 * 64 * 16
+    for sites, copies in (
+        (Sites("tttt", "aaaaaaaa"), 1),
+        (Sites("tttt", "aaaabbbb"), 2),
+        (Sites("tttt", "abcdefgh"), 8),
+        (Sites("tttt", "aaaabcdd"), 4),
+    ):
+        told = traffic(plan, sites, 8 * 1024)
+        assert sum(told.sent) == told.crossed == copies * whole
+        assert max(told.sent) - min(told.sent) <= 1024 * copies, told
+        for site in set(sites.engines):
+            landed = [n for n, s in zip(told.landed, sites.engines, strict=True) if s == site]
+            assert sum(landed) == whole
+            assert max(landed) - min(landed) <= 1024
+
+
+def test_nothing_is_handed_on_where_nothing_crosses():
+    plan, _ = replicas(2, 2)
+    for sites in (Sites.single(2, 2), Sites("ab", "cd"), Sites("aa", "aa")):
+        assert travels(plan, sites, 1024)[1] == {}
+    # Trainer rank 0 is at home: what the plan takes from it for some rank crosses for none.
+    told = traffic(plan, Sites("ab", "aa"), 1024)
+    assert told.crossed == 0
+    assert sum(told.forwarded) > 0
+
+
+def test_a_tensor_larger_than_a_bucket_lands_on_all_ranks():
+    plan, _ = replicas(1, 4, tensors=1, rows=4096)
+    told = traffic(plan, Sites("t", "aaaa"), 16 * 1024)
+    assert told.sent == [4096 * 16]
+    assert told.landed == [4096 * 4] * 4
+    assert told.forwarded == [4096 * 12] * 4
+
+
+def test_boxes_for_the_reload_and_in_place_are_shared_apart():
+    """Engine ranks 0 and 1 reload `a`, ranks 2 and 3 write it in place: a copy for each pair. `b` is in place everywhere."""
+    manifest = Manifest({"a": TensorSpec((8,), "float32"), "b": TensorSpec((8,), "float32")})
+    table = Placements.from_rows(
+        [Buffer(n, 0, "float32", (8,)) for n in "ab"],
+        [Placement(n, i, (0,), (8,), 0, (4,)) for i, n in enumerate("ab")],
+    )
+    targets = []
+    for rank in range(4):
+        buffers = [Buffer("a", rank, "float32", (8,), "checkpoint" if rank < 2 else "plain"), Buffer("b", rank, "float32", (8,))]
+        targets.append(Placements.from_rows(buffers, [Placement(n, i, (0,), (8,), 0, (4,)) for i, n in enumerate("ab")]))
+    plan = build_plan(manifest, table, concatenate(targets))
+    sites = Sites("t", "hhhh")
+    assert traffic(plan, sites, 1024).sent == [32 + 32 + 32]
+    for rank in range(4):
+        travel = own_travel(plan, rank, sites, 1024, travels(plan, sites, 1024)[1])
+        assert (travel.kept, travel.reloads) == (0, 1 if rank < 2 else 0)
+        first = {travel.plan.names[t] for t in travel.plan.tensor[travel.number == 0].tolist()}
+        assert first == ({"a"} if rank < 2 else {"a", "b"})
+
+
+def test_mixed_widths_and_kept_scales_arrive():
+    """Two ranks of one host need codes with their scales, bfloat16 and float32 of odd sizes, from two trainer ranks elsewhere."""
+    specs = {
+        "codes": TensorSpec((3, 64), "float8_e4m3fn", "mxfp8", "codes_scale"),
+        "codes_scale": TensorSpec((3, 2), "uint8"),
+        "odd": TensorSpec((5,), "bfloat16"),
+        "wide": TensorSpec((3,), "float32"),
+        "byte": TensorSpec((7,), "uint8"),
+        "double": TensorSpec((2,), "float64"),
+    }
+    manifest = Manifest(specs)
+    item = {"float8_e4m3fn": 1, "uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8}
+
+    def side(ranks: int, holds) -> Placements:
+        buffers, rows = [], []
+        for rank in range(ranks):
+            for i, (name, spec) in enumerate(specs.items()):
+                if holds(rank, i):
+                    width = item[spec.dtype]
+                    strides = (spec.shape[1] * width, width) if len(spec.shape) == 2 else (width,)
+                    rows.append(Placement(name, len(buffers), (0,) * len(spec.shape), spec.shape, 0, strides))
+                    buffers.append(Buffer(f"{name} of {rank}", rank, spec.dtype, spec.shape))
+        return Placements.from_rows(buffers, rows, list(specs))
+
+    plan = build_plan(manifest, side(2, lambda rank, i: i % 2 == rank), side(3, lambda rank, i: True))
+    generator = torch.Generator().manual_seed(0)
+    contents = {
+        n: torch.randint(0, 120, s.shape, dtype=torch.uint8, generator=generator).to(getattr(torch, s.dtype))
+        for n, s in specs.items()
+    }
+    plan, sources = by_rank(plan, [contents[b.name.partition(" ")[0]] for b in plan.sources])
+    names = [
+        b.name.partition(" ")[0]
+        for b in build_plan(manifest, side(2, lambda rank, i: i % 2 == rank), side(3, lambda r, i: True)).targets
+    ]
+    sites = Sites("tt", "hhx")
+    for bucket in (64, 100, 4096):
+        memory = {b.name: torch.zeros(b.shape, dtype=getattr(torch, b.dtype)) for b in plan.targets}
+        moved = run_travel(plan, sites, sources, memory, bucket)
+        for buffer, name in zip(plan.targets, names, strict=True):
+            assert torch.equal(memory[buffer.name].view(torch.uint8), contents[name].view(torch.uint8)), (name, bucket)
+        whole = sum(t.nbytes for t in contents.values())
+        assert sum(n for (a, b), n in moved.items() if a < 2 and b < 4) == whole, "one copy to the host of two"
+        assert sum(n for (a, b), n in moved.items() if b == 4) == whole
+        travel = own_travel(plan, 0, sites, bucket, travels(plan, sites, bucket)[1])
+        assert travel.kept == 1
+        reader = Unpacker(travel, torch.device("cpu"))
+        for step in reader.steps:
+            assert "codes_scale" in {step.names[t] for t in step.tensor.tolist()}, "codes find their scales in the same plan"
+
+
+def table_of(rank: int = 0) -> tuple[Plan, Table]:
+    """A rank's own plan and its table, as it comes: two engine ranks of one host share everything, in several rounds."""
+    joint, manifest = replicas(1, 2, tensors=3)
+    shared = travels(joint, Sites("t", "hh"), 1024)[1][rank]
+    mine = build_plan(
+        manifest,
+        Placements.from_rows(
+            joint.sources, [Placement(n, i, (0, 0), (64, 4), 0, (16, 4)) for i, n in enumerate(joint.names)], joint.names
+        ),
+        Placements.from_rows(
+            [b for b in joint.targets if b.rank == rank],
+            [Placement(n, i, (0, 0), (64, 4), 0, (16, 4)) for i, n in enumerate(joint.names)],
+        ),
+    )
+    return mine, msgspec.msgpack.decode(pack_table(shared, joint.digest(rank)), type=Table)
+
+
+def changed(table: Table, column: str, change) -> bytes:
+    values = unpack(getattr(table, column)).copy()
+    found = change(values)
+    return msgspec.msgpack.encode(msgspec.structs.replace(table, **{column: pack(values if found is None else found)}))
+
+
+def put(index, value):
+    def change(values):
+        values[index] = value
+
+    return change
+
+
+REFUSED = {
+    "another plan": (lambda t: msgspec.msgpack.encode(msgspec.structs.replace(t, digest="0" * 64)), "another plan"),
+    "not a table": (lambda t: b"\xc1", "can't be read"),
+    "a field more": (
+        lambda t: msgspec.msgpack.encode(msgspec.to_builtins(t, builtin_types=(bytes,)) | {"x": 1}),
+        "can't be read",
+    ),
+    "a column cut short": (lambda t: changed(t, "run", lambda v: v[:-1]), "differ in length"),
+    "a move that is not there": (lambda t: changed(t, "move", put(0, 99)), "moves don't have"),
+    "a negative move": (lambda t: changed(t, "move", put(0, -1)), "moves don't have"),
+    "a box outside its move": (lambda t: changed(t, "start", put((0, 0), 60)), "moves don't have"),
+    "an empty box": (lambda t: changed(t, "extent", put((0, 0), 0)), "moves don't have"),
+    "a box twice": (lambda t: changed(t, "start", put((0, 0), 16)), "exactly once"),
+    "a box left out": (
+        lambda t: msgspec.msgpack.encode(
+            msgspec.structs.replace(t, **{c: pack(unpack(getattr(t, c))[1:]) for c in Table.__struct_fields__[1:-1]})
+        ),
+        "exactly once",
+    ),
+    "a move twice": (lambda t: changed(t, "move", put(0, 1)), "exactly once"),
+    "an engine rank too high": (lambda t: changed(t, "holder", put(0, 2)), "take no part"),
+    "a negative trainer rank": (lambda t: changed(t, "origin", put(0, -1)), "take no part"),
+    "handing on to itself": (lambda t: changed(t, "gives", put((0, 2), 0)), "hands on run"),
+    "handing on what does not land": (lambda t: changed(t, "gives", put((0, 0), 77)), "hands on run"),
+    "handing on twice": (lambda t: changed(t, "gives", lambda v: np.concatenate([v, v[:1]])), "hands on run"),
+    "all in one round": (lambda t: changed(t, "number", put(slice(None), 0)), "hands on run|larger than a bucket"),
+    "a round too large": (
+        lambda t: msgspec.msgpack.encode(
+            msgspec.structs.replace(
+                t,
+                number=pack(np.zeros(len(unpack(t.number)), np.int64)),
+                gives=pack(np.zeros((0, 3), np.int64)),
+            )
+        ),
+        "larger than a bucket",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_table_that_does_not_fit_is_refused(what):
+    plan, table = table_of()
+    raw = msgspec.msgpack.encode(table)
+    assert read_table(raw, plan, 0, 1, 2, 1024).sizes, "the table as it came is taken"
+    change, text = REFUSED[what]
+    with pytest.raises(PlanError, match=text) as caught:
+        read_table(change(table), plan, 0, 1, 2, 1024)
+    assert "engine rank 0" in str(caught.value)
