@@ -16,6 +16,7 @@ from megatron_sender.sender import MegatronSender, SenderConfig
 from tests.support.plain_cpu import PlainCpuExtension
 from vllm_refit_ext.client import HTTPClient
 from vllm_refit_ext.core.errors import RefitError
+from vllm_refit_ext.core.sites import SITE
 from vllm_refit_ext.wires.collective_group import Group
 
 Failure = tuple[str, str, float]
@@ -28,6 +29,14 @@ class PidExtension(PlainCpuExtension):
     def refit_pid(self) -> int:
         """Process of this worker."""
         return os.getpid()
+
+
+class SiteExtension(PidExtension):
+    """A plain CPU engine that can be told on which host it is."""
+
+    def refit_move_to(self, site: str) -> None:
+        """From the next prepare on, this worker is on `site`."""
+        os.environ[SITE] = site
 
 
 class Trainer:
@@ -87,6 +96,12 @@ def cycle(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int) -
     }
 
 
+def cycle_apart(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int) -> dict[str, Any]:
+    """`cycle` with trainers on a host of their own."""
+    os.environ[SITE] = "trainers"
+    return cycle(folder, geometry, urls, bucket)
+
+
 def simple(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, version: str) -> Any:
     """Prepare, refit, verify. Rank 0 returns the engines' answers."""
     trainer = Trainer(folder, geometry, urls, bucket)
@@ -131,8 +146,10 @@ def dies(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, wh
     trainer.sender.refit("late")
 
 
-def stalls(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, pid: int) -> list[Any]:
-    """Process `pid` (0: trainer rank 1 itself) is stopped in the middle of a transfer and goes on 10 s later."""
+def stalls(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, pid: int, site: str = "") -> list[Any]:
+    """Process `pid` (0: trainer rank 1 itself) is stopped in the middle of a transfer and goes on 10 s later. The trainer is on
+    `site`."""
+    os.environ[SITE] = site
     trainer = Trainer(folder, geometry, urls, bucket, deadline_s=6.0)
     trainer.sender.prepare()
     trainer.sender.refit("good")
@@ -177,8 +194,9 @@ def disagrees(folder: str, geometry: dict[str, Any], urls: list[str], bucket: in
     return [failed, versions]
 
 
-def loses_engine(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, pid: int) -> list[Any]:
-    """An engine worker is killed in the middle of a transfer; the trainer goes on with the engine that is left."""
+def loses_engine(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, pid: int, site: str = "") -> list[Any]:
+    """An engine worker is killed in the middle of a transfer; the trainer, on `site`, goes on with the engine that is left."""
+    os.environ[SITE] = site
     trainer = Trainer(folder, geometry, urls, bucket, deadline_s=15.0)
     trainer.sender.prepare()
     trainer.sender.refit("good")

@@ -19,11 +19,11 @@ from vllm_refit_ext.wires import collective
 SHAPE = (24, 10)
 
 
-def tables(trainers: int = 2, engines: int = 2) -> tuple[Manifest, Placements, list[Placements]]:
-    """`t` cut by rows over the trainers and by columns over the engines, so that every pair exchanges something; `u` on the last
-    trainer."""
+def tables(trainers: int = 2, engines: int = 2, whole: bool = False) -> tuple[Manifest, Placements, list[Placements]]:
+    """`t` cut by rows over the trainers and by columns over the engines, so that every pair exchanges something, or `whole` on
+    each engine; `u` on the last trainer."""
     manifest = Manifest({"t": TensorSpec(SHAPE, "float32"), "u": TensorSpec((7,), "bfloat16")})
-    rows, columns = SHAPE[0] // trainers, SHAPE[1] // engines
+    rows, columns = SHAPE[0] // trainers, SHAPE[1] if whole else SHAPE[1] // engines
     buffers = [Buffer(f"t{r}", r, "float32", (rows, SHAPE[1])) for r in range(trainers)] + [
         Buffer("u", trainers - 1, "bfloat16", (7,))
     ]
@@ -32,7 +32,8 @@ def tables(trainers: int = 2, engines: int = 2) -> tuple[Manifest, Placements, l
     targets = []
     for e in range(engines):
         mine = [Buffer("t", e, "float32", (SHAPE[0], columns)), Buffer("u", e, "bfloat16", (7,))]
-        place = Placement("t", 0, (0, e * columns), (SHAPE[0], (e + 1) * columns), 0, (columns * 4, 4))
+        first = 0 if whole else e * columns
+        place = Placement("t", 0, (0, first), (SHAPE[0], first + columns), 0, (columns * 4, 4))
         targets.append(Placements.from_rows(mine, [place, Placement("u", 1, (0,), (7,), 0, (2,))]))
     return manifest, sources, targets
 
@@ -45,12 +46,22 @@ class Rank:
     """One rank of a small refit, trainer or engine, with the messages handed over through a folder."""
 
     def __init__(
-        self, folder: str, rank: int, bucket: int = 64, trainers: int = 2, engines: int = 2, device: str = "cpu"
+        self,
+        folder: str,
+        rank: int,
+        bucket: int = 64,
+        trainers: int = 2,
+        engines: int = 2,
+        device: str = "cpu",
+        sites: Sites | None = None,
     ) -> None:
-        self.bucket = bucket
+        """sites: then every engine rank needs everything."""
+        self.bucket, self.sites, self.whole = bucket, sites or Sites.single(trainers, engines), sites is not None
         self.trainers, self.engines, self.device = trainers, engines, device
         self.folder, self.rank, self.kept = Path(folder), rank, {}
-        manifest, sources, targets = tables(trainers, engines)
+        self.forwarded: dict[int, int] = {}
+        manifest, sources, targets = tables(trainers, engines, self.whole)
+        self.columns = SHAPE[1] if self.whole else SHAPE[1] // engines
         self.is_trainer = rank < trainers
         if self.is_trainer:
             self.plan = build_plan(manifest, sources, concatenate(targets))
@@ -58,7 +69,7 @@ class Rank:
         else:
             self.plan = build_plan(manifest, sources, targets[rank - trainers])
             self.params = {
-                "t": torch.zeros(SHAPE[0], SHAPE[1] // engines, device=device),
+                "t": torch.zeros(SHAPE[0], self.columns, device=device),
                 "u": torch.zeros(7, dtype=torch.bfloat16, device=device),
             }
 
@@ -67,13 +78,14 @@ class Rank:
         self.tensors = [torch.zeros(self.rows, SHAPE[1], device=self.device)]
         if self.rank == self.trainers - 1:
             self.tensors.append(torch.zeros(7, dtype=torch.bfloat16, device=self.device))
-        shares = collective.shares(self.plan, Sites.single(self.trainers, self.engines), self.bucket)
+        shares = collective.shares(self.plan, self.sites, self.bucket)
         self.sender = collective.open_sender(self.rank, shares[self.rank], self.tensors)
 
     def refit(
         self, name: str, version: int, deadline_s: float = 20.0, before=lambda: None, during=lambda: None
     ) -> dict[int, int]:
-        """One refit under `name`; returns this rank's bytes by peer. `before` the meeting, `during` the transfer."""
+        """One refit under `name`; returns this rank's bytes by rank of the other side, and leaves those by engine rank of its
+        site in `forwarded`. `before` the meeting, `during` the transfer."""
         if self.is_trainer:
             t, u = content(version)
             self.tensors[0].copy_(t[self.rank * self.rows : (self.rank + 1) * self.rows])
@@ -100,9 +112,10 @@ class Rank:
         finally:
             reader.close()
         t, u = content(version)
-        e, columns = self.rank - self.trainers, SHAPE[1] // self.engines
-        assert torch.equal(self.params["t"].cpu(), t[:, e * columns : (e + 1) * columns])
+        first = 0 if self.whole else (self.rank - self.trainers) * self.columns
+        assert torch.equal(self.params["t"].cpu(), t[:, first : first + self.columns])
         assert torch.equal(self.params["u"].cpu(), u)
+        self.forwarded = dict(reader.forwarded)
         return dict(reader.received)
 
     def read(self, name: str, wait_s: float) -> bytes:

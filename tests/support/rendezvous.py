@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from unittest import mock
 
 import numpy as np
 import torch
@@ -107,17 +108,30 @@ def own_travel(plan: Plan, rank: int, sites: Sites, bucket: int, tables: dict[in
     place[own] = np.arange(len(own))
     columns = {c: getattr(mine, c) for c in Plan.COLUMNS} | {"target": place[mine.target]}
     mine = Plan(plan.manifest, plan.sources, [plan.targets[i] for i in own], **columns)
-    raw = pack_table(tables[rank], plan.digest(rank))
+    raw = pack_table(tables[rank], rank, plan.digest(rank))
     return read_table(raw, mine, rank, len(sites.trainers), len(sites.engines), bucket)
 
 
 def run_travel(
-    plan: Plan, sites: Sites, sources: list[torch.Tensor], targets: dict[str, torch.Tensor], bucket: int
+    plan: Plan,
+    sites: Sites,
+    sources: list[torch.Tensor],
+    targets: dict[str, torch.Tensor],
+    bucket: int,
+    operations: int = OPERATIONS,
 ) -> dict[tuple[int, int], int]:
     """Send and write everything with one thread a rank. Returns bytes by (sending, receiving) group rank.
 
     plan: the joint one, its sources by rank. sources: their tensors. targets: tensors by the name of the target buffer.
+    operations: most messages of a batch; with one, every message waits for the one before it.
     """
+    with mock.patch("vllm_refit_ext.wires.collective_move.OPERATIONS", operations):
+        return _run_travel(plan, sites, sources, targets, bucket)
+
+
+def _run_travel(
+    plan: Plan, sites: Sites, sources: list[torch.Tensor], targets: dict[str, torch.Tensor], bucket: int
+) -> dict[tuple[int, int], int]:
     trainers, engines = len(sites.trainers), len(sites.engines)
     meeting = Rendezvous()
     failures: list[BaseException] = []

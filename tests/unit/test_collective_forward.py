@@ -24,7 +24,7 @@ from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.wires.collective_forward import traffic, travels
 from vllm_refit_ext.wires.collective_move import Unpacker
 from vllm_refit_ext.wires.collective_rounds import ALIGN, rounds
-from vllm_refit_ext.wires.collective_table import Table, pack_table, read_table
+from vllm_refit_ext.wires.collective_table import COLUMNS, Table, pack_table, read_table
 from vllm_refit_ext.wires.collective_travel import travel_alone
 
 BUCKETS = (4, 40, 600, 1 << 20)
@@ -64,13 +64,13 @@ def must_cross(plan: Plan, sites: Sites) -> int:
     return crossing
 
 
-@given(cases())
+@given(cases(), st.sampled_from([1, 2, 16]))
 @FEW
-def test_every_rank_gets_its_plan_and_one_copy_crosses(drawn):
+def test_every_rank_gets_its_plan_and_one_copy_crosses(drawn, operations):
     case, plan, sources, sites, bucket = drawn
     trainers = len(sites.trainers)
     memory = [torch.zeros(b.shape) for b in plan.targets]
-    moved = run_travel(plan, sites, sources, {b.name: m for b, m in zip(plan.targets, memory, strict=True)}, bucket)
+    moved = run_travel(plan, sites, sources, {b.name: m for b, m in zip(plan.targets, memory, strict=True)}, bucket, operations)
     case.check_targets([m.numpy().view(np.uint8).reshape(-1) for m in memory])
     everyone = [*sites.trainers, *sites.engines]
     crossed = sum(n for (a, b), n in moved.items() if everyone[a] != everyone[b])
@@ -270,7 +270,7 @@ def table_of(rank: int = 0) -> tuple[Plan, Table]:
             [Placement(n, i, (0, 0), (64, 4), 0, (16, 4)) for i, n in enumerate(joint.names)],
         ),
     )
-    return mine, msgspec.msgpack.decode(pack_table(shared, joint.digest(rank)), type=Table)
+    return mine, msgspec.msgpack.decode(pack_table(shared, rank, joint.digest(rank)), type=Table)
 
 
 def changed(table: Table, column: str, change) -> bytes:
@@ -287,6 +287,7 @@ def put(index, value):
 
 
 REFUSED = {
+    "another rank": (lambda t: msgspec.msgpack.encode(msgspec.structs.replace(t, rank=1)), "another rank"),
     "another plan": (lambda t: msgspec.msgpack.encode(msgspec.structs.replace(t, digest="0" * 64)), "another plan"),
     "not a table": (lambda t: b"\xc1", "can't be read"),
     "a field more": (
@@ -301,7 +302,7 @@ REFUSED = {
     "a box twice": (lambda t: changed(t, "start", put((0, 0), 16)), "exactly once"),
     "a box left out": (
         lambda t: msgspec.msgpack.encode(
-            msgspec.structs.replace(t, **{c: pack(unpack(getattr(t, c))[1:]) for c in Table.__struct_fields__[1:-1]})
+            msgspec.structs.replace(t, **{c: pack(unpack(getattr(t, c))[1:]) for c in COLUMNS[:-1]})
         ),
         "exactly once",
     ),

@@ -245,7 +245,7 @@ def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[b
     """Cut the travel of the whole plan for the trainer's ranks. bucket_bytes: payload of a round and of a batch."""
     ranks, engines = len(sites.trainers), len(sites.engines)
     found, shared = travels(plan, sites, bucket_bytes)
-    tables = {rank: pack_table(mine, plan.digest(rank)) for rank, mine in shared.items()}
+    tables = {rank: pack_table(mine, rank, plan.digest(rank)) for rank, mine in shared.items()}
     forwarding = hashlib.sha256(b"".join(tables.values())).hexdigest()[:16] if tables else ""
     return [
         msgspec.msgpack.encode(

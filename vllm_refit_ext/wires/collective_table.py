@@ -20,10 +20,12 @@ from vllm_refit_ext.wires.collective_travel import Rows, Travel, travel_shared
 
 
 class Table(msgspec.Struct, forbid_unknown_fields=True):
-    """digest: of the rank's share of the plan. move, start, extent, number, holder, run, origin: by piece, see `Shared` and
-    `Rows`. gives: [m, 3], round, run and engine rank that this rank hands the run to.
+    """rank: whose it is. digest: of the rank's share of the plan, which is that of another rank where both need the same. move,
+    start, extent, number, holder, run, origin: by piece, see `Shared` and `Rows`. gives: [m, 3], round, run and engine rank that
+    this rank hands the run to.
     """
 
+    rank: int
     digest: str
     move: Column
     start: Column
@@ -35,13 +37,16 @@ class Table(msgspec.Struct, forbid_unknown_fields=True):
     gives: Column
 
 
-def pack_table(shared: Shared, digest: str) -> bytes:
-    """What an engine rank must know. digest: of its share of the plan."""
+COLUMNS = Table.__struct_fields__[2:]
+
+
+def pack_table(shared: Shared, rank: int, digest: str) -> bytes:
+    """What engine rank `rank` must know. digest: of its share of the plan."""
     rows = shared.rows
     gives = [(number, run, rank) for (number, run), ranks in sorted(rows.gives.items()) for rank in ranks]
     columns = (shared.move, shared.start, rows.plan.extent, rows.number, rows.holder, rows.run, rows.origin)
     packed = [pack(c) for c in (*columns, np.array(gives, np.int64).reshape(-1, 3))]
-    return msgspec.msgpack.encode(Table(digest, *packed))
+    return msgspec.msgpack.encode(Table(rank, digest, *packed))
 
 
 def read_table(raw: bytes, plan: Plan, rank: int, trainers: int, engines: int, bucket_bytes: int) -> Travel:
@@ -49,9 +54,11 @@ def read_table(raw: bytes, plan: Plan, rank: int, trainers: int, engines: int, b
     where = f"wire collective, engine rank {rank}"
     try:
         table = msgspec.msgpack.decode(raw, type=Table)
-        columns = [unpack(getattr(table, c)) for c in Table.__struct_fields__ if c != "digest"]
+        columns = [unpack(getattr(table, c)) for c in COLUMNS]
     except (msgspec.DecodeError, ValueError) as error:
         raise PlanError("its forwarding table can't be read", where=where, got=str(error)[:200]) from None
+    if table.rank != rank:
+        raise PlanError("its forwarding table is of another rank", where=where, got=table.rank, wanted=rank, do=AGAIN)
     if table.digest != (mine := plan.digest(rank)):
         raise PlanError("its forwarding table is of another plan", where=where, got=table.digest[:16], wanted=mine[:16], do=AGAIN)
     depth, count = plan.extent.shape[1], len(columns[0])
