@@ -2,14 +2,17 @@
 elsewhere.
 
     python benchmarks/reshard.py                                # 4 trainer ranks (EP4) to 2 engine ranks (TP2), gloo
+    python benchmarks/reshard.py --tp 1 --hosts 1               # two engines of one rank, on one host
     python benchmarks/reshard.py --trainers 1 --engines 1 --hidden 2048 --inner 768 --layers 24 --experts 64      # two GPUs
 
 A mixture of experts is cut over the trainers by expert and over the engines by tensor parallelism. "shard" is wire `collective`
 as the product runs it: each engine rank gets its own slices from the ranks that hold them. "broadcast" is the usual way:
 trainer rank 0 collects whole tensors, packs them into buckets of the same size, and broadcasts each bucket to all engine ranks,
-which keep their slices. Both end with the same bytes in the same places, which is checked. "link" is one pair of ranks sending
-buckets and nothing else: what this link can do in this run. Seconds are of the slowest rank, medians of `repeat`; bytes are
-what all ranks received.
+which keep their slices. With `--hosts` there is "hosts" beside: wire `collective` with the engine ranks on so many hosts, without
+trainers there, so that one copy crosses to each and is handed on; "shard" is as if each engine rank had a host of its own. All
+end with the same bytes in the same places, which is checked; "sent" is what trainer ranks sent. "link" is one pair of ranks
+sending buckets and nothing else: what this link can do in this run. Seconds are of the slowest rank, medians of `repeat`; bytes
+are what all ranks received.
 """
 
 from __future__ import annotations
@@ -78,16 +81,29 @@ def tables(o: argparse.Namespace) -> tuple[Manifest, Placements, list[Placements
     sources = concatenate([whole([n for n in shapes if held(n, r)], r) for r in range(o.trainers)])
     targets = []
     for e in range(o.engines):
+        part = e % o.tp
         buffers, rows = [], []
         for n, (shape, axis) in shapes.items():
             lo, hi = [0] * len(shape), list(shape)
             if axis is not None:
-                lo[axis], hi[axis] = e * shape[axis] // o.engines, (e + 1) * shape[axis] // o.engines
+                lo[axis], hi[axis] = part * shape[axis] // o.tp, (part + 1) * shape[axis] // o.tp
             local = tuple(b - a for a, b in zip(lo, hi, strict=True))
             rows.append(Placement(n, len(buffers), tuple(lo), tuple(hi), 0, tuple(2 * s for s in row_strides(local))))
             buffers.append(Buffer(n, e, "bfloat16", local))
         targets.append(Placements.from_rows(buffers, rows, list(shapes)))
     return manifest, sources, targets
+
+
+def sites(o: argparse.Namespace) -> dict[str, Sites]:
+    """Where the ranks are, for each way that uses wire `collective`."""
+    alone = Sites(["trainers"] * o.trainers, [f"host {e}" for e in range(o.engines)])
+    shared = Sites(["trainers"] * o.trainers, [f"host {e * o.hosts // o.engines}" for e in range(o.engines)])
+    return {"shard": alone} | ({"hosts": shared} if o.hosts else {})
+
+
+def ways(o: argparse.Namespace) -> list[str]:
+    """What is measured, in this order."""
+    return [*sites(o), "broadcast", "link"]
 
 
 def content(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -115,12 +131,14 @@ class Rank:
             mine = [b for b in self.plan.sources if b.rank == rank]
             self.tensors = [content(b.name, b.shape, self.device) for b in mine]
             self.held = dict(zip([b.name for b in mine], self.tensors, strict=True))
-            shares = collective.shares(self.plan, Sites.single(o.trainers, o.engines), o.bucket)
-            self.sender = collective.open_sender(rank, shares[rank], self.tensors)
+            self.senders = {
+                way: collective.open_sender(rank, collective.shares(self.plan, at, o.bucket)[rank], self.tensors)
+                for way, at in sites(o).items()
+            }
         else:
             self.plan = build_plan(self.manifest, sources, targets[rank - o.trainers])
             self.params = {b.name: torch.zeros(b.shape, dtype=torch.bfloat16, device=self.device) for b in self.plan.targets}
-            self.kept: dict[str, Any] = {}
+            self.kept: dict[str, dict[str, Any]] = {way: {} for way in sites(o)}
             self.writers: dict[Plan, Any] = {}
 
     def meet(self, what: str) -> None:
@@ -139,17 +157,16 @@ class Rank:
 
         return KernelWriter(step, self.params, {}, self.device)
 
-    def shard(self, name: str) -> int:
-        """One refit over wire `collective`; payload bytes that this rank received."""
+    def shard(self, name: str, way: str = "shard") -> tuple[int, int]:
+        """One refit over wire `collective`; payload bytes that this rank received, and that it sent."""
         if self.is_trainer:
-            self.board.set(f"{name}/{self.rank}", self.sender.begin(self.tensors))
+            self.board.set(f"{name}/{self.rank}", self.senders[way].begin(self.tensors))
         told = collective.info([self.board.get(f"{name}/{r}") for r in range(self.o.trainers)])
         end = time.monotonic() + DEADLINE_S
         if self.is_trainer:
-            self.sender.transfer(name, told, end)
-            return 0
+            return 0, sum(self.senders[way].transfer(name, told, end).values())
         update = UpdateInfo(wire="collective", version=name, session=name, collective=told, deadline_s=DEADLINE_S)
-        reader = collective.open_reader(update, self.plan, self.kept)
+        reader = collective.open_reader(update, self.plan, self.kept[way])
         reader.start(end)
         for step in reader.steps:
             if step not in self.writers:
@@ -159,7 +176,11 @@ class Rank:
             self.writers[step].write(reader)
         reader.confirm()
         reader.close()
-        return sum(reader.received.values())
+        return sum(reader.received.values()) + sum(reader.forwarded.values()), 0
+
+    def hosts(self, name: str) -> tuple[int, int]:
+        """The same with engine ranks that share hosts."""
+        return self.shard(name, "hosts")
 
     def open_broadcast(self, store: Store) -> None:
         """Groups and buckets for the baseline: whole tensors in manifest order."""
@@ -182,8 +203,8 @@ class Rank:
         self.ring = [torch.empty(self.o.bucket, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self.staging = torch.empty(largest, dtype=torch.uint8, device=self.device)
 
-    def broadcast(self, name: str) -> int:
-        """One refit by packed broadcast; bytes that this rank received."""
+    def broadcast(self, name: str) -> tuple[int, int]:
+        """One refit by packed broadcast; bytes that this rank received. What it sends is the backend's affair."""
         received = 0
         by_name = {self.plan.names[int(t)]: i for i, t in enumerate(self.plan.tensor)} if not self.is_trainer else {}
         for bucket in self.buckets:
@@ -217,22 +238,22 @@ class Rank:
                     whole = _Whole(views[tensor])
                     box = source_view(self.plan, move, whole)
                     target_view(self.plan, move, as_bytes(self.params[tensor])).copy_(box)
-        return received
+        return received, 0
 
-    def link(self, name: str) -> int:
+    def link(self, name: str) -> tuple[int, int]:
         """The link alone: `LINK_BUCKETS` buckets from trainer rank 0 to engine rank 0, two in flight; bytes that this rank
         received.
         """
         tickets: list[Any] = []
         if self.rank not in (0, self.o.trainers):
-            return 0
+            return 0, 0
         for i in range(LINK_BUCKETS):
             parcel = Parcel(self.o.trainers if self.is_trainer else 0, i, self.ring[i % 2])
             tickets.append(self.gather.post([parcel], []) if self.is_trainer else self.gather.post([], [parcel]))
             if i:
                 tickets[i - 1].wait(time.monotonic() + DEADLINE_S)
         tickets[-1].wait(time.monotonic() + DEADLINE_S)
-        return 0 if self.is_trainer else LINK_BUCKETS * self.o.bucket
+        return (0 if self.is_trainer else LINK_BUCKETS * self.o.bucket), 0
 
     def check(self) -> None:
         """What an engine rank holds is what it should, to the bit."""
@@ -263,19 +284,20 @@ def run(o: argparse.Namespace, rank: int, port: int, out: Any) -> None:
     store = Store("127.0.0.1", port, time.monotonic() + 10)
     me.open_broadcast(store)
     result: dict[str, Any] = {"rank": rank}
-    for way, work in (("shard", me.shard), ("broadcast", me.broadcast), ("link", me.link)):
+    for way in ways(o):
+        work = getattr(me, way)
         seconds = []
         for i in range(o.repeat + 1):
             me.meet(f"{way}-{i}")
             begin = time.perf_counter()
-            received = work(f"{way}{i}")
+            received, sent = work(f"{way}{i}")
             if me.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
             me.meet(f"{way}-{i}-done")
             if i == 0 and way != "link":
                 me.check()
-        result[way] = {"seconds": seconds[1:], "received": received}
+        result[way] = {"seconds": seconds[1:], "received": received, "sent": sent}
     me.meet("end")
     out.put(result)
 
@@ -295,8 +317,13 @@ def main() -> int:
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--bucket", type=int, default=8 << 20, help="bytes")
+    parser.add_argument("--tp", type=int, default=0, help="ranks of an engine; all engine ranks are one engine without it")
+    parser.add_argument("--hosts", type=int, default=0, help="measure also with the engine ranks on so many hosts")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default=None)
     o = parser.parse_args()
+    o.tp = o.tp or o.engines
+    if o.tp < 1 or o.engines % o.tp or not 0 <= o.hosts <= o.engines:
+        parser.error(f"--engines {o.engines} must be a multiple of --tp {o.tp}, and --hosts {o.hosts} at most --engines")
     ranks = o.trainers + o.engines
     if o.backend is None:
         o.backend = "nccl" if torch.cuda.device_count() >= ranks else "gloo"
@@ -324,21 +351,32 @@ def main() -> int:
         "backend": o.backend,
         "trainers": o.trainers,
         "engines": o.engines,
+        "tp": o.tp,
+        "engine_hosts": o.hosts,
         "model_bytes": size,
         "bucket_bytes": o.bucket,
     }
     print(
-        f"{o.backend}, {o.trainers} trainer ranks to {o.engines} engine ranks, "
+        f"{o.backend}, {o.trainers} trainer ranks to {o.engines} engine ranks (TP{o.tp}), "
         f"model of {size / 1e6:.1f} MB, buckets of {o.bucket / 1e6:.1f} MB"
     )
-    for way in ("shard", "broadcast", "link"):
+    for way in ways(o):
         slowest = [max(r[way]["seconds"][i] for r in results) for i in range(o.repeat)]
-        received = sum(r[way]["received"] for r in results)
+        received, sent = (sum(r[way][what] for r in results) for what in ("received", "sent"))
         median = statistics.median(slowest)
-        summary[way] = {"seconds": median, "all_seconds": slowest, "bytes": received, "gb_per_s": received / median / 1e9}
+        summary[way] = {
+            "seconds": median,
+            "all_seconds": slowest,
+            "bytes": received,
+            "gb_per_s": received / median / 1e9,
+        }
+        told = ""
+        if way in sites(o):
+            summary[way]["sent"] = sent
+            told = f", {sent / 1e6:.1f} MB sent by trainer ranks"
         print(
             f"{way:>9}: {median * 1e3:9.2f} ms (from {min(slowest) * 1e3:.2f} to {max(slowest) * 1e3:.2f}), "
-            f"{received / 1e6:9.1f} MB, {received / median / 1e9:.2f} GB/s"
+            f"{received / 1e6:9.1f} MB, {received / median / 1e9:.2f} GB/s{told}"
         )
     print(json.dumps(summary))
     return 0
