@@ -37,19 +37,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def wanted(folders: tuple[Path, Path]) -> list[dict[str, Any]]:
-    """What a fresh engine of the trainer's checkpoint answers."""
-    with open_llm(folders[1], extension=SITED) as fresh:
-        return plain(one_by_one(fresh))
+def pair(folders: tuple[Path, Path]) -> Iterator[tuple[list[tuple[Any, str]], list[dict[str, Any]]]]:
+    """Two engines of one rank, in processes of their own, and what the first answers, fresh from the trainer's checkpoint."""
+    one, other = open_llm(folders[1], extension=SITED), open_llm(folders[0], extension=SITED)
+    with one as first, bridge(first) as a:
+        answers = plain(one_by_one(first))
+        with other as second, bridge(second) as b:
+            yield [(first, a), (second, b)], answers
 
 
-@pytest.fixture(scope="module")
-def two(folders: tuple[Path, Path]) -> Iterator[list[tuple[Any, str]]]:
-    """Two engines of one rank, in processes of their own."""
-    one = open_llm(folders[0], extension=SITED)
-    other = open_llm(folders[0], extension=SITED)
-    with one as first, bridge(first) as a, other as second, bridge(second) as b:
-        yield [(first, a), (second, b)]
+@pytest.fixture
+def two(pair: Any) -> list[tuple[Any, str]]:
+    return pair[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def wanted(pair: Any) -> list[dict[str, Any]]:
+    return pair[1]  # type: ignore[no-any-return]
 
 
 def put(engines: list[tuple[Any, str]], *sites: str) -> list[str]:
@@ -64,7 +68,7 @@ def sent(found: list[dict[str, Any]]) -> list[int]:
     return [sum(rank["report"]["sent"].values()) for rank in found]
 
 
-@pytest.mark.parametrize("bucket", [20_000, 200_000])
+@pytest.mark.parametrize("bucket", [pytest.param(20_000, marks=pytest.mark.long), 200_000])
 def test_one_copy_crosses_to_a_host_of_two_engines(two, folders, wanted, bucket) -> None:
     urls = put(two, "host", "host")
     found = run_ranks(cycle_apart, 2, str(folders[1]), {"ep": 2}, urls, bucket, timeout=300)

@@ -166,6 +166,24 @@ def test_egress_and_what_lands_are_even():
             assert max(landed) - min(landed) <= 1024
 
 
+def test_egress_is_even_where_one_trainer_rank_alone_holds_what_comes_last():
+    """Two trainer ranks hold `d`, each holds experts of its own, and those of rank 1 stand last in the manifest."""
+    names = [f"d{i}" for i in range(16)] + [f"a{i}" for i in range(16)] + [f"b{i}" for i in range(16)]
+    manifest = Manifest({n: TensorSpec((64, 4), "float32") for n in names})
+
+    def side(ranks: int, holds) -> Placements:
+        held = [(n, r) for r in range(ranks) for n in names if holds(n, r)]
+        buffers = [Buffer(f"{n} of {r}", r, "float32", (64, 4)) for n, r in held]
+        return Placements.from_rows(
+            buffers, [Placement(n, i, (0, 0), (64, 4), 0, (16, 4)) for i, (n, _) in enumerate(held)], names
+        )
+
+    plan = build_plan(manifest, side(2, lambda n, r: n[0] in ("d", "ab"[r])), side(2, lambda n, r: True))
+    for hosts in ("hh", "gh"):
+        told = traffic(plan, Sites("tt", hosts), 1 << 20)
+        assert told.sent[0] == told.sent[1] == 24 * 1024 * (1 if hosts == "hh" else 2)
+
+
 def test_nothing_is_handed_on_where_nothing_crosses():
     plan, _ = replicas(2, 2)
     for sites in (Sites.single(2, 2), Sites("ab", "cd"), Sites("aa", "aa")):

@@ -97,10 +97,15 @@ def share(plan: Plan, sites: Sites, bucket_bytes: int) -> dict[int, Shared]:
         return {}
     sharing = np.isin(plan.target_rank, np.concatenate([g.ranks for g in found]))
     sent = np.bincount(plan.source_rank[~sharing], plan.nbytes[~sharing], len(sites.trainers)).astype(np.int64).tolist()
+    dealt = [(groups, _cut(groups, bucket_bytes), _choices(groups)) for groups in found]
+    for _, pieces, choices in dealt:  # what leaves no choice counts before anything is chosen
+        total = np.bincount(choices.of[pieces.group], pieces.nbytes, len(choices.all)).astype(np.int64).tolist()
+        for choice, nbytes in zip(choices.all, total, strict=True):
+            for trainer in choice.forced:
+                sent[trainer] += nbytes
     shares: dict[int, Shared] = {}
-    for groups in found:
-        pieces = _cut(groups, bucket_bytes)
-        shares |= _rows(plan, groups, pieces, _deal(groups, pieces, sent))
+    for groups, pieces, choices in dealt:
+        shares |= _rows(plan, groups, pieces, _deal(groups, pieces, choices, sent))
     return shares
 
 
@@ -221,54 +226,70 @@ def _cut(groups: _Groups, bucket_bytes: int) -> _Pieces:
     return _Pieces(group, start, extent, nbytes, number)
 
 
-def _deal(groups: _Groups, pieces: _Pieces, sent: list[int]) -> _Deal:
-    """Who lands what, and from which trainer rank. sent: bytes that each trainer rank sends so far; counted up."""
-    members = len(groups.ranks)
-    patterns, pattern = np.unique(
-        np.concatenate([groups.source, groups.near, groups.forward[:, None]], axis=1), axis=0, return_inverse=True
-    )
-    pattern = pattern.reshape(-1)
-    choices = [_choice(p[:members].tolist(), p[members:-1].tolist(), bool(p[-1])) for p in patterns]
-    sets: dict[tuple[int, ...], int] = {(): 0}
-    holder = np.tile(np.arange(members), (len(pieces.group), 1))
-    giver, given = holder.copy(), np.zeros_like(holder)
-    landed = [0] * members
-    for i, (which, nbytes) in enumerate(zip(pattern[pieces.group].tolist(), pieces.nbytes.tolist(), strict=True)):
-        choice = choices[which]
-        for trainer in choice.alone:
-            sent[trainer] += nbytes
-        if not choice.landing:
-            continue
-        land = min(choice.landing, key=landed.__getitem__)
-        landed[land] += nbytes
-        if choice.givers:
-            trainer, giver[i, land] = min(choice.givers, key=lambda g: sent[g[0]])
-            sent[trainer] += nbytes
-        others = tuple(r for r in choice.others if r != land)
-        holder[i, list(others)] = land
-        given[i, land] = sets.setdefault(others, len(sets))
-    return _Deal(holder, giver, given, list(sets))
-
-
 class _Choice(msgspec.Struct):
-    """Among whom a piece is dealt. alone: trainer ranks of members that take it directly. landing: members that may land it to
-    hand it on, none where nobody does. givers: (trainer rank, member whose move names it) to choose from, none where those that
-    land it take it directly. others: members that get it from the one that lands it; that one is left out if it is among them."""
+    """Among whom a piece is dealt. forced: trainer ranks that send it in any case, as often as they do. landing: members that may
+    land it to hand it on, none where nobody does. givers: trainer rank -> member whose move names it, to choose from. others:
+    members that get it from the one that lands it; that one is left out if it is among them.
+    """
 
-    alone: list[int]
+    forced: list[int]
     landing: list[int]
-    givers: list[tuple[int, int]]
+    givers: dict[int, int]
     others: list[int]
+
+
+class _Choices(msgspec.Struct):
+    """all: the distinct ones. of: [G], which of them a box has."""
+
+    all: list[_Choice]
+    of: Int
+
+
+def _choices(groups: _Groups) -> _Choices:
+    members = len(groups.ranks)
+    table = np.concatenate([groups.source, groups.near, groups.forward[:, None]], axis=1)
+    distinct, of = np.unique(table, axis=0, return_inverse=True)
+    return _Choices([_choice(p[:members].tolist(), p[members:-1].tolist(), bool(p[-1])) for p in distinct], of.reshape(-1))
 
 
 def _choice(source: list[int], near: list[int], forward: bool) -> _Choice:
     needing = [r for r, s in enumerate(source) if s >= 0]
     home = [r for r in needing if near[r]]
     if not forward:
-        return _Choice([source[r] for r in needing], [], [], [])
+        return _Choice([source[r] for r in needing], [], {}, [])
     if home:
-        return _Choice([source[r] for r in home], home, [], [r for r in needing if not near[r]])
-    return _Choice([], needing, [(source[r], r) for r in needing], needing)
+        return _Choice([source[r] for r in home], home, {}, [r for r in needing if not near[r]])
+    givers = {source[r]: r for r in needing}
+    return _Choice(list(givers) if len(givers) == 1 else [], needing, givers, needing)
+
+
+def _deal(groups: _Groups, pieces: _Pieces, choices: _Choices, sent: list[int]) -> _Deal:
+    """Who lands what, and from which trainer rank; the fewer there are to choose from, the earlier. sent: bytes that each trainer
+    rank sends so far, with all that leaves no choice; counted up."""
+    members, of, nbytes = len(groups.ranks), choices.of[pieces.group], pieces.nbytes.tolist()
+    sets: dict[tuple[int, ...], int] = {(): 0}
+    holder = np.tile(np.arange(members), (len(of), 1))
+    giver, given = holder.copy(), np.zeros_like(holder)
+    landed = [0] * members
+    for i in _fewest_first([len(c.landing) for c in choices.all], of):
+        choice = choices.all[of[i]]
+        land = min(choice.landing, key=landed.__getitem__)
+        landed[land] += nbytes[i]
+        others = tuple(r for r in choice.others if r != land)
+        holder[i, list(others)] = land
+        given[i, land] = sets.setdefault(others, len(sets))
+    for i in _fewest_first([len(c.givers) for c in choices.all], of):
+        givers = choices.all[of[i]].givers
+        trainer = min(givers, key=sent.__getitem__)
+        giver[i, holder[i, givers[trainer]]] = givers[trainer]
+        sent[trainer] += nbytes[i] if len(givers) > 1 else 0
+    return _Deal(holder, giver, given, list(sets))
+
+
+def _fewest_first(count: list[int], of: Int) -> list[int]:
+    """Pieces for which there is something to choose, those with the fewest choices first. count: of each choice."""
+    many = np.array(count, np.int64)[of]
+    return [int(i) for i in np.argsort(many, kind="stable") if many[i]]
 
 
 def _rows(plan: Plan, groups: _Groups, pieces: _Pieces, deal: _Deal) -> dict[int, Shared]:
