@@ -223,6 +223,23 @@ def test_boxes_for_the_reload_and_in_place_are_shared_apart():
         assert first == ({"a"} if rank < 2 else {"a", "b"})
 
 
+@pytest.mark.parametrize(
+    ("layout", "copies"), [("plain", 1), ("checkpoint", 1), ("mxfp8:linear_128x4:floor", 2), ("dequantised:bfloat16", 2)]
+)
+def test_boxes_with_blocks_are_not_cut_to_be_shared(layout, copies):
+    """Engine rank 0 needs the whole, ranks 1 and 2 a half each, cut at 24, inside a block of 32; ranks 3 and 4 as 1 and 2."""
+    manifest = Manifest({"w": TensorSpec((2, 64), "float32")})
+    table = Placements.from_rows([Buffer("w", 0, "float32", (2, 64))], [Placement("w", 0, (0, 0), (2, 64), 0, (256, 4))])
+    targets = []
+    for rank, (a, b) in enumerate([(0, 64), (0, 24), (24, 64), (0, 24), (24, 64)]):
+        row = Placement("w", 0, (0, a), (2, b), 0, (4 * (b - a), 4))
+        targets.append(Placements.from_rows([Buffer("w", rank, "float32", (2, b - a), layout)], [row]))
+    plan = build_plan(manifest, table, concatenate(targets))
+    assert traffic(plan, Sites("t", "hhhhh"), 1 << 20).sent == [copies * 512], "equal boxes are shared in any layout"
+    for rank, travel in enumerate(travels(plan, Sites("t", "hhhhh"), 1 << 20)[0]):
+        assert len(travel.plan) == (2 if rank == 0 and copies == 1 else 1)
+
+
 def test_mixed_widths_and_kept_scales_arrive():
     """Two ranks of one host need codes with their scales, bfloat16 and float32 of odd sizes, from two trainer ranks elsewhere."""
     specs = {
