@@ -115,7 +115,7 @@ class IpcInfo(Message, frozen=True, kw_only=True):
 class RingInfo(Message, frozen=True, kw_only=True):
     """One trainer rank's ring for wire `ipc_staged`. name: of the file with the words. slots: bytes of a buffer for each engine
     rank. start: where the buffers begin in that file when they are not on a GPU. handle, device, address, process: the memory on
-    a GPU. nonce: the word that stands in the ring during this refit."""
+    a GPU. nonce: the word that stands in the ring during this refit. site: of the trainer rank, for errors."""
 
     rank: int
     name: str
@@ -126,14 +126,23 @@ class RingInfo(Message, frozen=True, kw_only=True):
     address: int = 0
     process: str = ""
     nonce: int = 0
+    site: str = ""
 
 
 class IpcStagedInfo(Message, frozen=True, kw_only=True):
-    """The rings of all trainer ranks, most payload bytes of a bucket, and the number of engine ranks."""
+    """The rings of all trainer ranks, most payload bytes of a bucket, and the number of engine ranks.
+
+    lanes: int64 [n, 3], sorted: (trainer rank, engine rank, relay). What the plan takes from that trainer rank for that engine
+    rank lies in the relay's ring; every other message lies in the ring of the rank that holds it. None: there are no lanes.
+    host, port: of the store in which trainer ranks of several sites meet; engine ranks do not.
+    """
 
     rings: list[RingInfo]
     bucket_bytes: int
     engines: int
+    lanes: Column | None = None
+    host: str = ""
+    port: int = 0
 
 
 class UpdateInfo(Message, frozen=True, kw_only=True):
