@@ -73,13 +73,14 @@ class Meeting:
         told = error if isinstance(error, RefitError) else RefitError(f"{type(error).__name__}: {error}", where=f"wire {WIRE}")
         if self._link.store is not None:
             with contextlib.suppress(RefitError):
-                self._link.store.stop(f"{self._session}/{GOING}", told, time.monotonic() + CONNECT_S)
+                first = self._link.store.stop(f"{self._session}/{GOING}", told, time.monotonic() + CONNECT_S)
+                self._cause = first if first is not told else None
         self._link.drop()
         if self._cause is None or not isinstance(error, RefitError):
             return error
         where = f"wire {WIRE}, {self._link.names[self._link.rank]}"
         got = "; ".join(str(p) for p in self._cause.problems[:3])
-        return WireError("another rank gave up this refit", where=where, got=got, do="refit once more when its cause is gone")
+        return WireError("this refit was given up", where=where, got=got, do="refit once more when its cause is gone")
 
     def refuse(self, session: str, error: RefitError, deadline: float) -> None:
         """On rank 0: an engine refused `session` or failed in it. Never raises."""

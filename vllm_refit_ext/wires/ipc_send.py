@@ -166,9 +166,9 @@ class StagedSender:
 
     def refuse(self, session: str, error: RefitError, deadline: float) -> None:
         """On rank 0: an engine's call failed; every rank that packs stops."""
-        self._ring.words.stop()
-        if self._meeting is not None:
+        if self._meeting is not None:  # first, so that the other sites hear of this cause and not of what follows from it
             self._meeting.refuse(session, error, deadline)
+        self._ring.words.stop()
 
     def _rows_of(self) -> Iterator[range]:
         """The pieces of each of this rank's own messages, in the order of its tasks."""

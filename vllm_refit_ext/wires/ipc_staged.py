@@ -135,12 +135,14 @@ class StagedIpcReader:
         where = f"{WHERE}, engine rank {self._laid.rank} from trainer rank {source}{over}"
         ring.words.wait(self._laid.rank, 0, seat.count + 1, self._deadline, where)
         self._check(seat.owner)
-        memory = ring.slot(self._laid.rank, seat.half)[seat.at : seat.at + nbytes]
+        # Seen as several dtypes, so it ends where all of them do; buffers are that long.
+        (size,) = padded([nbytes])
+        memory = ring.slot(self._laid.rank, seat.half)[seat.at : seat.at + size]
         self.received[source] = self.received.get(source, 0) + nbytes
         self._here[self._next] = memory
         kept = self._laid.kept(self._next)
         if kept is not None:
-            kept.copy_(memory)
+            kept.copy_(memory[:nbytes])
             if kept.device.type == "cuda":
                 torch.cuda.current_stream(kept.device).synchronize()
             self._give_up(self._next)
