@@ -178,7 +178,7 @@ def test_every_geometry_arrives_on_any_sites(case, bucket, count, chance):
         for scale in (2.0, 1.0):
             meeting.bytes.clear()
             meeting.taken.clear()
-            for source, (buffer, i) in zip(sources, sorted((b.rank, i) for i, b in enumerate(case.source.buffers)), strict=True):
+            for source, (_, i) in zip(sources, sorted((b.rank, i) for i, b in enumerate(case.source.buffers)), strict=True):
                 source.copy_(torch.from_numpy(case.source.contents[i]) * scale)
             received = ranks.refit(targets)
     finally:
@@ -203,7 +203,9 @@ def check_memory(ranks: Ranks, bucket: int) -> None:
         readers = [e for e, n in enumerate(share.slots) if n]
         assert all(ranks.sites.engines[e] == ranks.sites.trainers[rank] for e in readers)
         most = 2 * (bucket + ALIGN * (len(ranks.senders) + 1)) * len(readers)
-        leaves = any(ranks.sites.trainers[e.source] != ranks.sites.engines[e.target] for e in ranks.plan.edges() if e.source == rank)
+        leaves = any(
+            ranks.sites.trainers[e.source] != ranks.sites.engines[e.target] for e in ranks.plan.edges() if e.source == rank
+        )
         assert bool(sender._outbox) == leaves
         assert sender.staging_bytes == sender._ring.nbytes + sum(t.nbytes for t in sender._outbox)
         assert sender._ring.nbytes <= max(most, ALIGN)
@@ -288,9 +290,7 @@ def test_messages_that_do_not_fit_are_refused():
             ({"rings": told.rings[:1]}, WireError, "no ring was named"),
             ({"bucket_bytes": 64}, ConfigError, "other buffers than the plan needs"),
         ):
-            update = UpdateInfo(
-                wire="ipc_staged", version="v", session="s", ipc_staged=msgspec.structs.replace(told, **change)
-            )
+            update = UpdateInfo(wire="ipc_staged", version="v", session="s", ipc_staged=msgspec.structs.replace(told, **change))
             with pytest.raises(kind, match=text):
                 ipc_staged.open_reader(update, ranks.plans[1], {})
     finally:

@@ -11,7 +11,7 @@ from vllm_refit_ext.core.plan import Edge
 from vllm_refit_ext.core.relays import choose_relays
 from vllm_refit_ext.core.sites import SITE, Sites, apart, distances, not_shared
 from vllm_refit_ext.wires.collective_rounds import ALIGN, Message
-from vllm_refit_ext.wires.ipc_lanes import RING, seats, tasks_of, table_of, Task
+from vllm_refit_ext.wires.ipc_lanes import RING, Task, seats, table_of, tasks_of
 
 
 @st.composite
@@ -50,7 +50,7 @@ def test_equal_edges_are_spread_evenly():
     sites = Sites(["a"] * 4 + ["b"] * 4, ["a"] * 4 + ["b"] * 4)
     edges = [Edge(s, t, 10, 1) for s in range(8) for t in range(8)]
     lanes = choose_relays(edges, sites)
-    assert sorted(lanes.values()) == sorted([r for r in range(8)] * 4)
+    assert sorted(lanes.values()) == sorted(list(range(8)) * 4)
 
 
 def test_an_engine_rank_without_a_trainer_rank_beside_it_is_named():
