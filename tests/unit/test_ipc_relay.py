@@ -29,7 +29,7 @@ from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import SITE, Sites
 from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.receiver.writers import InPlaceWriter
-from vllm_refit_ext.wires import ipc_send, ipc_staged
+from vllm_refit_ext.wires import ipc_send, ipc_staged, shm
 from vllm_refit_ext.wires.collective_rounds import ALIGN
 from vllm_refit_ext.wires.ipc_relay import AHEAD
 
@@ -307,3 +307,17 @@ def test_a_ring_of_another_host_says_where_both_are(monkeypatch):
     update = UpdateInfo(wire="ipc_staged", version="v", session="s", ipc_staged=told)
     with pytest.raises(WireError, match=r"'there'.*'here'.*VLLM_REFIT_SITE"):
         ipc_staged.open_reader(update, ranks.plans[0], {})
+
+
+def test_direct_wires_say_where_both_are_too(monkeypatch):
+    monkeypatch.setenv(SITE, "there")
+    plan, tensors, _ = crossed(1, 1)
+    sender = shm.open_sender(0, shm.shares(plan, Sites("a", "a"))[0], tensors)
+    told = shm.info([sender.begin(tensors)])
+    sender.close()
+    monkeypatch.setenv(SITE, "here")
+    with pytest.raises(WireError, match=r"'there'.*'here'.*VLLM_REFIT_SITE"):
+        shm.open_reader(UpdateInfo(wire="shm", version="v", session="s", shm=told), plan, {})
+    monkeypatch.setenv(SITE, "there")
+    with pytest.raises(WireError, match="has not ended"):
+        shm.open_reader(UpdateInfo(wire="shm", version="v", session="s", shm=told), plan, {})

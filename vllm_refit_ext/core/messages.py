@@ -65,12 +65,14 @@ class PrepareReply(Message, frozen=True, kw_only=True):
 
 
 class Segment(Message, frozen=True, kw_only=True):
-    """A shared-memory file that one trainer rank filled. `nonce` stands in its header and changes with every refit."""
+    """A shared-memory file that one trainer rank filled. nonce: stands in its header and changes with every refit. site: of the
+    trainer rank, for errors."""
 
     rank: int
     name: str
     nbytes: int
     nonce: int
+    site: str = ""
 
 
 class ShmInfo(Message, frozen=True, kw_only=True):
@@ -94,7 +96,7 @@ class CollectiveInfo(Message, frozen=True, kw_only=True):
 class IpcRank(Message, frozen=True, kw_only=True):
     """One trainer rank's memory for wire `ipc`. process, device: who made the handles, on which GPU (UUID). epoch: names the
     handles, which are in `export` when this epoch is new. nonce: the word that stands in its memory during this refit. resident:
-    mappings may stay open. All empty for a rank that nothing is read from.
+    mappings may stay open. site: of the trainer rank, for errors. All empty for a rank that nothing is read from.
     """
 
     rank: int
@@ -104,6 +106,7 @@ class IpcRank(Message, frozen=True, kw_only=True):
     nonce: int = 0
     export: bytes | None = None
     resident: bool = False
+    site: str = ""
 
 
 class IpcInfo(Message, frozen=True, kw_only=True):
