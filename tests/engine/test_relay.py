@@ -52,7 +52,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [*list(CASES)[:3], pytest.param("three-hosts", marks=pytest.mark.long)])
+SHORT = "ep4-engine-over-two-hosts"
+"""The case that `make test` runs."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.long] if c != SHORT else []) for c in CASES])
 def test_equal_to_a_fresh_engine(engine: tuple[Any, str, list[Any]], checkpoints: tuple[Path, Path], case: str) -> None:
     llm, url, wanted = engine
     ranks, geometry, sites, engine_sites, bucket = CASES[case]

@@ -165,7 +165,7 @@ def ordered(case: Any) -> tuple[Plan, list[torch.Tensor], dict[str, torch.Tensor
 
 
 @given(sources_and_targets(), st.sampled_from(BUCKETS), st.integers(1, 4), st.randoms(use_true_random=False))
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_every_geometry_arrives_on_any_sites(case, bucket, count, chance):
     plan, sources, targets = ordered(case)
     trainers = 1 + max(b.rank for b in plan.sources)
@@ -238,7 +238,7 @@ def crossed(trainers: int, engines: int, rows: int = 64) -> tuple[Plan, list[tor
     return build_plan(manifest, sources, targets), tensors, whole
 
 
-@pytest.mark.parametrize("bucket", [8, 96, 1024, 1 << 20])
+@pytest.mark.parametrize("bucket", [8, 1024])
 @pytest.mark.parametrize(("trainers", "engines"), [("aabb", "abab"), ("abcd", "dcba"), ("abbb", "aaab")])
 def test_readers_that_dawdle_hold_up_nobody_for_ever(bucket, trainers, engines):
     plan, tensors, whole = crossed(4, 4, 16)

@@ -117,6 +117,7 @@ def refused_early(folder: str) -> list[Failure]:
     return out
 
 
+@pytest.mark.long
 def test_an_engine_that_refuses_at_once_is_told_in_its_own_words(tmp_path):
     told = [r[0] for r in run(refused_early, tmp_path)[: len(TRAINERS)]]
     assert {(kind, text) for kind, text, _ in told} == {("SessionError", "engine rank 1: not prepared")}

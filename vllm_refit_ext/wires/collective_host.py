@@ -40,4 +40,4 @@ class Host:
         if len(self._met) > 2:
             old = self._met.pop(0)
             for step in STEPS:
-                store.forget(f"{old}/{step}", size, deadline)
+                store.forget(f"{old}/{step}", 0 if step == GOING else size, deadline)

@@ -31,8 +31,9 @@ class Share(msgspec.Struct):
     (round, target, place in the message).
 
     trainers, engines: ranks of both sides. sites: whether the trainer ranks live on several. lanes: of the whole plan, as in the
-    message. slots: bytes of a ring buffer for each engine rank. target, number: engine rank and round. buffer, at, offset: buffer
-    of this rank, bytes from the message's start, bytes into the buffer. extent [n, D] elements, strides [n, D] bytes.
+    message, for rank 0 alone. slots: bytes of a ring buffer for each engine rank. target, number: engine rank and round. buffer,
+    at, offset: buffer of this rank, bytes from the message's start, bytes into the buffer. extent [n, D] elements, strides [n, D]
+    bytes.
     """
 
     trainers: int
@@ -81,8 +82,7 @@ class StagedSender:
         info = msgspec.structs.replace(self._ring.info, nonce=self._nonce)
         host, port = self._meeting.address if self._meeting is not None else ("", 0)
         share = self._share
-        lanes = share.lanes if self.rank == 0 else None
-        return msgspec.msgpack.encode(Part(info, share.bucket_bytes, share.engines, self._backend, lanes, host, port))
+        return msgspec.msgpack.encode(Part(info, share.bucket_bytes, share.engines, self._backend, share.lanes, host, port))
 
     def transfer(self, session: str, info: IpcStagedInfo, deadline: float) -> dict[int, int]:
         """Pack, send and pass on every message when its buffer is free. deadline: time.monotonic seconds.

@@ -213,7 +213,7 @@ def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[b
                 len(travels),
                 bucket_bytes,
                 several,
-                table,
+                table if rank == 0 else None,
                 slots[rank],
                 pack(table_of(tasks[rank])),
                 _pieces(travels, plan, rank),
