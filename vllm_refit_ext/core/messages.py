@@ -20,8 +20,9 @@ DEADLINE_S = 300.0
 """Seconds that a refit may take, unless the caller says otherwise."""
 
 WireName = Literal["shm", "ipc", "ipc_staged", "collective"]
-"""How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `collective`: shard to shard over NCCL or
-gloo. The field of `UpdateInfo` with this name holds the wire's own part."""
+"""How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `ipc_staged`: rings of buffers on each host,
+which trainer ranks fill for their own host and relay for others. `collective`: shard to shard over NCCL or gloo. The field of
+`UpdateInfo` with this name holds the wire's own part."""
 
 CachePolicy = Literal["reset", "reset_running", "keep"]
 """What a commit does with caches computed from older weights. `reset`: clear the prefix and encoder caches; refused before
