@@ -21,7 +21,7 @@ from vllm_refit_ext.client import LLMClient
 
 pytestmark = pytest.mark.engine
 
-EXTENSION = "tests.support.relay_jobs.SiteExtension"
+EXTENSION = "tests.support.site_extension.SiteExtension"
 
 
 @pytest.fixture(scope="module")

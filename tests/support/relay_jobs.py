@@ -13,22 +13,12 @@ import torch.distributed as dist
 
 from examples.support.tiny_model import build_megatron
 from megatron_sender.sender import MegatronSender, SenderConfig
-from tests.support.plain_cpu import PlainCpuExtension
 from tests.support.relay_ranks import at_message
 from vllm_refit_ext.client import HTTPClient
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.sites import SITE
 from vllm_refit_ext.core.table import unpack
 from vllm_refit_ext.wires.ipc_relay import Flight
-
-
-class SiteExtension(PlainCpuExtension):
-    """The plain CPU engine, whose workers can be told on which site they are."""
-
-    def refit_play(self, sites: str) -> str:
-        """Play site `sites[rank]`."""
-        os.environ[SITE] = sites[self.refit_status()["rank"]]
-        return os.environ[SITE]
 
 
 class Trainer:
