@@ -14,7 +14,7 @@ test: .setup lint      ## lint, types and the tests of this machine, but for the
 	@set -e; for file in $(SHORT); do $(PER_FILE) $$file; done
 
 test-all: .setup lint  ## the longest too
-	$(RUN) -m pytest tests/unit tests/gpu
+	$(RUN) -m pytest -m "not full_size" tests/unit tests/gpu
 	@set -e; for file in tests/engine/test_*.py; do $(PER_FILE) -m "not full_size" $$file; done
 
 test-unit: .setup      ## pure tests, in a few minutes

@@ -158,15 +158,16 @@ class Refit(Part, frozen=True, kw_only=True):
     wire: Annotated[
         Literal["ipc", "shm", "collective"],
         Meta(
-            description="`ipc`: the engine reads the trainer's GPU memory. `shm`: through host shared memory. `collective`: "
-            "shard to shard over NCCL or gloo."
+            description="`ipc`: the engine reads GPU memory of the trainer on its own host. `shm`: through host shared memory. "
+            "`collective`: shard to shard over NCCL or gloo."
         ),
     ]
     mode: Annotated[
         Literal["direct", "staged"] | None,
         Meta(
-            description="`direct` (wire `ipc` only): no buffers between. `staged`: through ring buffers on the trainer. "
-            "Null: direct for `ipc`, staged for the others."
+            description="`direct` (wire `ipc` only): no buffers between. `staged`: through ring buffers on the trainer; with "
+            "`ipc` this is the sender's wire `ipc_staged`, whose trainer ranks also relay between hosts. Null: direct for "
+            "`ipc`, staged for the others."
         ),
     ] = None
     bucket_bytes: Annotated[int, Meta(ge=4096, le=1 << 40, description="Size of one staging buffer. A larger tensor is cut.")] = (

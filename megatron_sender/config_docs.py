@@ -45,10 +45,20 @@ was got, what is wanted, and why. It refuses
 - formats that do not go together: FP8 storage in the trainer, FP16 with Marlin, prequantisation for an unquantised engine;
 - kernels that the GPU, the format or the model does not have;
 - expert load balancing, which moves experts after the plan is made;
-- placement against wire: NCCL on a shared GPU, CUDA IPC on a CPU, memory of another host;
+- placement against wire: NCCL on a shared GPU, CUDA IPC on a CPU, memory of another host (below);
 - policies that contradict each other, and weights that do not fit the memory.
 
 It does not look at GPUs, processes or networks; `vllm-refit doctor` does.
+
+## Over several hosts
+
+Memory of another host can't be mapped. A host is `hardware.gpus_per_host` ranks in a row.
+
+- `ipc` in mode direct, and `shm`: colocated, when the trainer ranks of each host hold all that its engine ranks need (of equal
+  copies the near one is read); disaggregated, when all fits one host.
+- `ipc` in mode staged, which is the sender's wire `ipc_staged`: colocated always, as every engine's host has trainer ranks. These
+  receive what lies elsewhere and show it to the engine. Disaggregated, when all fits one host.
+- `collective`: disaggregated always; colocated on CPUs only, as two NCCL ranks can't share a GPU.
 
 ## The reference system's preconditions
 

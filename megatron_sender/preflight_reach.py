@@ -1,4 +1,7 @@
-"""Whether each host of a colocated run holds all that its own engines need, so that memory can be read without the network.
+"""How weights reach engines over several hosts: read where they lie, relayed by trainer ranks, or not at all.
+
+The planner reads the copy on an engine rank's own host wherever there is one. What lies on other hosts only must be relayed by a
+trainer rank of that host, which the staged wire does; memory of another host can't be mapped.
 
 Shares of a dimension are fractions of it: [0, 1/2) is the first of two tensor parallel parts. Ranks are counted as Megatron
 counts them by default (tensor, context, expert, data, pipeline; the first fastest); engines take the trainer's GPUs in the
@@ -36,8 +39,6 @@ def covered(wanted: set[Interval], held: set[Interval]) -> bool:
 def hosts_suffice(recipe: Recipe, experts: int, kv_heads: int) -> bool:
     """Whether every host's trainer ranks hold all that the engine ranks on that host need. Sizes are known to divide."""
     p, world, per_host = recipe.trainer.parallelism, recipe.trainer.world_size, recipe.hardware.gpus_per_host
-    if world <= per_host:
-        return True
     stage_ranks = world // p.pp
     needs: dict[int, set[tuple[str, Interval]]] = {}
     rank = 0
@@ -75,18 +76,27 @@ def _needs(engine: Engine, rank: int, experts: int, kv_heads: int) -> set[tuple[
 
 def check_reach(recipe: Recipe, experts: int, kv_heads: int) -> list[Problem]:
     """A violation when wire and mode can't bring an engine what it needs because that lies on another host."""
-    refit, per_host = recipe.refit, recipe.hardware.gpus_per_host
-    engine_world = sum(e.count * e.tp * e.pp * e.dp for e in recipe.engines)
-    world = recipe.trainer.world_size + (engine_world if refit.placement == "disaggregated" else 0)
-    if refit.wire == "collective" or world <= per_host:
+    refit, per_host, trainers = recipe.refit, recipe.hardware.gpus_per_host, recipe.trainer.world_size
+    engines = sum(e.count * e.tp * e.pp * e.dp for e in recipe.engines)
+    colocated = refit.placement == "colocated"
+    ranks = max(trainers, engines) if colocated else trainers + engines
+    if refit.wire == "collective" or ranks <= per_host:
         return []
-    got = f"{world} GPUs, {per_host} a host"
-    if refit.placement == "disaggregated":
-        what = "memory of another host can't be read"
+    got = f"{ranks} GPUs, {per_host} a host"
+    if not colocated:
+        what = "memory of another host can't be read, and trainer ranks relay only to engines on their own hosts"
         wanted = f"collective, or trainer and engines on one host (got {got})"
         return [Problem(what, where="refit.wire", got=refit.wire, wanted=wanted)]
-    if refit.effective_mode() == "direct" and not hosts_suffice(recipe, experts, kv_heads):
-        what = "an engine needs weights that no trainer rank of its host holds, and memory of another host can't be read"
-        do = "Staged lets trainer ranks exchange what their host lacks, over their own process group, before the hand-over."
-        return [Problem(what, where="refit.mode", got=f"direct with {got}", wanted="staged", do=do)]
-    return []
+    if hosts_suffice(recipe, experts, kv_heads):
+        return []
+    if -(-engines // per_host) > -(-trainers // per_host):
+        what = "engines on a host without trainer ranks can be reached neither through its memory nor by a relay"
+        wanted = f"at most {-(-trainers // per_host)} host(s), as many as the trainer has, or collective"
+        return [Problem(what, where="engines", got=f"{engines} ranks, {per_host} a host", wanted=wanted)]
+    if refit.wire == "ipc" and refit.effective_mode() == "staged":
+        return []
+    what = "an engine needs weights that no trainer rank of its host holds, and memory of another host can't be read"
+    do = "Staged, a trainer rank of the engine's host receives them over the trainer's own network and shows them to the engine."
+    if refit.wire == "shm":
+        return [Problem(what, where="refit.wire", got=f"shm with {got}", wanted="ipc with mode staged", do=do)]
+    return [Problem(what, where="refit.mode", got=f"direct with {got}", wanted="staged", do=do)]

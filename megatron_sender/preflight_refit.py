@@ -49,8 +49,9 @@ def _check_wire(recipe: Recipe) -> list[Problem]:
     if refit.mode == "direct" and refit.wire != "ipc":
         what = "only the wire ipc lets the engine read the trainer's own memory"
         problems.append(Problem(what, where="refit.mode", got=f"direct with wire {refit.wire}", wanted="staged or null"))
-    if refit.wire == "ipc" and device == "cpu":
-        problems.append(Problem("there is no CUDA IPC on a CPU", where="refit.wire", got="ipc", wanted="shm or collective"))
+    if refit.wire == "ipc" and device == "cpu" and refit.effective_mode() == "direct":
+        wanted = "mode staged, shm or collective"
+        problems.append(Problem("there is no CUDA IPC on a CPU", where="refit.wire", got="ipc, direct", wanted=wanted))
     if refit.placement != "colocated":
         return problems
     if refit.wire == "collective" and device == "cuda":

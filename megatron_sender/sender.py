@@ -34,7 +34,7 @@ from vllm_refit_ext.core.messages import DEADLINE_S, CachePolicy, PrepareReply, 
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan, check_consumed
 from vllm_refit_ext.core.plan_wire import PackedPlan, pack_plan, unpack_plan
-from vllm_refit_ext.core.sites import Sites, this_site
+from vllm_refit_ext.core.sites import Sites, distances, this_site
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
 from vllm_refit_ext.wires import BUCKET_BYTES, ActiveSender, ResidentSender, Sender, wire
 from vllm_refit_ext.wires.boxes import MODULUS, Content, as_bytes, sum_by_tensor
@@ -209,11 +209,12 @@ class MegatronSender:
     def _plan_together(self, raw: list[bytes]) -> list[bytes]:
         """On rank 0: offer what all ranks hold, plan with what the engines answer, and cut the plan for the ranks."""
         manifest, sources = self._offered(raw)
+        at = tuple(msgspec.msgpack.decode(r, type=_Description).site for r in raw)
         fp8_config = {"prequantize": True} if self.config.prequantize else None
         targets, read = [], set(self.config.unused)
         self.replies, self._first_rank, first = [], [], 0
         for engine in self._engines:
-            replies = engine.prepare(pack_offer(Offer(manifest, sources, first)), fp8_config)
+            replies = engine.prepare(pack_offer(Offer(manifest, sources, first, at)), fp8_config)
             raise_problems(replies)
             tables = [unpack_placements(r.targets) for r in replies if r.targets is not None]
             targets += tables
@@ -224,12 +225,10 @@ class MegatronSender:
         problems = check_consumed(manifest, read)
         if problems:
             raise PlanError.of(problems, f"{len(problems)} offered tensor(s) go nowhere")
-        self.plan = build_plan(manifest, sources, concatenate(targets))
+        sites = Sites(at, [r.site for replies in self.replies for r in sorted(replies, key=lambda r: r.rank)])
+        self.plan = build_plan(manifest, sources, concatenate(targets), distances(at, dict(enumerate(sites.engines))))
         self._check_digests()
-        at = [msgspec.msgpack.decode(r, type=_Description).site for r in raw]
-        return self._shares(
-            self.plan, Sites(at, [r.site for replies in self.replies for r in sorted(replies, key=lambda r: r.rank)])
-        )
+        return self._shares(self.plan, sites)
 
     def _check_digests(self) -> None:
         assert self.plan is not None

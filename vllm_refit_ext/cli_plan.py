@@ -20,6 +20,7 @@ from vllm_refit_ext.core.errors import ConfigError
 from vllm_refit_ext.core.manifest import Manifest
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.core.sites import distances
 from vllm_refit_ext.plan_report import Links, PlanReport, Tally, grouped
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
     """The report for trainer ranks that hold `sources`."""
     sizes = [e.tp * e.pp for e in recipe.engines for _ in range(e.count * e.dp)]
     tally = Tally(recipe.trainer.world_size, sum(sizes))
+    h, (trainers, engines) = recipe.hardware, _gpus(recipe, sum(sizes))
+    hosts = [str(gpu // h.gpus_per_host) for gpu in trainers]
+    away = distances(hosts, {rank: str(gpu // h.gpus_per_host) for rank, gpu in enumerate(engines)})
     first, read = 0, set[str]()
     dropped: dict[str, str] = {}
     for index, engine in enumerate(recipe.engines):
@@ -76,7 +80,7 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
         path_of = functools.partial(_path, computed=computed, held=held, recipe=recipe, engine=engine)
         coded = held if recipe.refit.prequantize else _nothing
         for _ in range(engine.count * engine.dp):
-            plan = build_plan(manifest, sources, concatenate([_as_rank(t, first + i) for i, t in enumerate(tables)]))
+            plan = build_plan(manifest, sources, concatenate([_as_rank(t, first + i) for i, t in enumerate(tables)]), away)
             tally.add(plan, path_of, coded)
             read |= {plan.names[t] for t in np.unique(plan.tensor)}
             first += len(tables)
@@ -84,9 +88,8 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
             dropped |= r.dropped
     for why, names in grouped({n: dropped.get(n, "no engine reads it") for n in manifest.tensors if n not in read}).items():
         tally.note("goes nowhere", why, names)
-    h = recipe.hardware
     links = Links(h.copy_bytes_per_second, h.host_bytes_per_second, h.network_bytes_per_second)
-    return tally.report(recipe.name, recipe.refit.wire, _gpus(recipe, sum(sizes)), h.gpus_per_host, links)
+    return tally.report(recipe.name, recipe.refit.wire, (trainers, engines), h.gpus_per_host, links)
 
 
 def _gpus(recipe: Recipe, engines: int) -> tuple[Sequence[int], Sequence[int]]:

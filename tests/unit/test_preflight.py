@@ -115,6 +115,13 @@ WORKS = {
     "staged over hosts": recipe(
         engines=engine(count=8), refit=COLOCATED | {"mode": "staged"}, hardware={"gpus_per_host": 4}, parallelism={"ep": 8}
     ),
+    "staged on a cpu": recipe(hardware={"device": "cpu"}, engines=engine(count=8), refit=COLOCATED | {"mode": "staged"}),
+    "shm, every host holds all": recipe(
+        engines=engine(count=8), refit=COLOCATED | {"wire": "shm"}, hardware={"gpus_per_host": 4}, parallelism={"ep": 4}
+    ),
+    "staged over hosts, on some of the trainer's": recipe(
+        engines=engine(count=2), refit=COLOCATED | {"mode": "staged"}, hardware={"gpus_per_host": 2}, parallelism={"pp": 4}
+    ),
     "direct, every host holds all": recipe(
         engines=engine(count=8), refit=COLOCATED, hardware={"gpus_per_host": 4}, parallelism={"ep": 4}
     ),
@@ -327,6 +334,20 @@ REFUSED = {
     ),
     "ipc across hosts": (recipe(refit={"wire": "ipc"}), ["refit.wire"]),
     "shm across hosts": (recipe(refit={"wire": "shm"}), ["refit.wire"]),
+    "staged across hosts, apart": (recipe(refit={"wire": "ipc", "mode": "staged"}), ["refit.wire"]),
+    "shm across hosts, shared": (
+        recipe(engines=engine(count=8), refit=COLOCATED | {"wire": "shm"}, hardware={"gpus_per_host": 4}, parallelism={"ep": 8}),
+        ["refit.wire"],
+    ),
+    "engines on a host without the trainer": (
+        recipe(
+            hardware={"device": "cpu", "gpus_per_host": 4},
+            trainer={"world_size": 4},
+            engines=engine(count=8),
+            refit=COLOCATED | {"mode": "staged"},
+        ),
+        ["engines"],
+    ),
     "direct across hosts, experts": (
         recipe(engines=engine(count=8), refit=COLOCATED, hardware={"gpus_per_host": 4}, parallelism={"ep": 8}),
         ["refit.mode"],

@@ -10,6 +10,9 @@ from megatron_sender.config_docs import ROOT, preflight_page, recipes_page
 from megatron_sender.config_load import find_recipes, load_recipe
 from megatron_sender.preflight import check_refit_support, find_violations, refit_memory
 from vllm_refit_ext.core.errors import ConfigError
+from vllm_refit_ext.core.plan import Edge
+from vllm_refit_ext.core.relays import choose_relays
+from vllm_refit_ext.core.sites import Sites
 
 FOLDER = ROOT / "examples" / "recipes"
 FILES = find_recipes(FOLDER)
@@ -102,6 +105,27 @@ def test_direct_hand_over_of_a_trainer_that_spans_hosts_is_refused():
     recipe = RECIPES["qwen3-30b-a3b-mxfp8-colocated"]
     direct = msgspec.structs.replace(recipe, refit=msgspec.structs.replace(recipe.refit, mode="direct"))
     assert [problem.where for problem in find_violations(direct)] == ["refit.mode"]
+
+
+COLOCATED = [name for name, r in RECIPES.items() if r.refit.placement == "colocated"]
+
+
+@pytest.mark.parametrize("name", COLOCATED)
+def test_colocated_recipes_reach_every_engine_as_the_wire_does(name):
+    """On one host by direct reads; over several by relays, which the wire finds for every pair of ranks, and not without."""
+    recipe = RECIPES[name]
+    per_host, trainers = recipe.hardware.gpus_per_host, recipe.trainer.world_size
+    engines = sum(e.count * e.tp * e.pp * e.dp for e in recipe.engines)
+    sites = Sites([str(r // per_host) for r in range(trainers)], [str(r // per_host) for r in range(engines)])
+    every = [Edge(s, t, 1, 1) for s in range(0, trainers, 5) for t in range(0, engines, 3)]
+    lanes = choose_relays(every, sites)
+    assert all(sites.trainers[relay] == sites.engines[target] for (_, target), relay in lanes.items())
+    over_hosts = trainers > per_host
+    assert bool(lanes) == over_hosts
+    assert (recipe.refit.effective_mode() == "staged") == over_hosts
+    for wire, mode, where in (("ipc", "direct", "refit.mode"), ("shm", None, "refit.wire")):
+        other = msgspec.structs.replace(recipe, refit=msgspec.structs.replace(recipe.refit, wire=wire, mode=mode))
+        assert [p.where for p in find_violations(other)] == ([where] if over_hosts else [])
 
 
 def test_memory_of_30b_is_the_arithmetic():

@@ -43,24 +43,27 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What a trainer offers: the manifest, the sources of all its ranks (None: whole tensors on rank 0), and the number that this
-    engine's rank 0 has among all the engine ranks of the refit."""
+    """What a trainer offers: the manifest, the sources of all its ranks (None: whole tensors on rank 0), the number that this
+    engine's rank 0 has among all the engine ranks of the refit, and the site of every trainer rank (empty: not told), so that of
+    equal copies the near one is read."""
 
     manifest: Manifest
     sources: Placements | None = None
     first_rank: int = 0
+    sites: tuple[str, ...] = ()
 
 
 class _Packed(msgspec.Struct, forbid_unknown_fields=True):
     manifest: Manifest
     sources: PackedPlacements | None
     first_rank: int
+    sites: tuple[str, ...] = ()
 
 
 def pack_offer(offer: Offer) -> bytes:
     """`offer` as the bytes that a sender passes as `state_dict_info`."""
     sources = pack_placements(offer.sources) if offer.sources is not None else None
-    return msgspec.msgpack.encode(_Packed(offer.manifest, sources, offer.first_rank))
+    return msgspec.msgpack.encode(_Packed(offer.manifest, sources, offer.first_rank, offer.sites))
 
 
 def parse_state_dict_info(info: object) -> Offer:
@@ -88,7 +91,10 @@ def parse_state_dict_info(info: object) -> Offer:
                 "the packed state_dict_info can't be read", got=str(error), do="send what `pack_offer` makes"
             ) from None
         check_manifest(packed.manifest)
-        return Offer(packed.manifest, sources, packed.first_rank)
+        ranks = 1 + max((b.rank for b in sources.buffers), default=-1) if sources is not None else 1
+        if packed.sites and len(packed.sites) < ranks:
+            raise ManifestError("some trainer ranks have no site", got=f"{len(packed.sites)} sites", wanted=f"{ranks}, or none")
+        return Offer(packed.manifest, sources, packed.first_rank, packed.sites)
     if not isinstance(info, Mapping):
         raise ManifestError("state_dict_info has the wrong type", got=type(info).__name__, wanted="a mapping or bytes")
     tensors: dict[str, TensorSpec] = {}

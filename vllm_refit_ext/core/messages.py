@@ -20,8 +20,9 @@ DEADLINE_S = 300.0
 """Seconds that a refit may take, unless the caller says otherwise."""
 
 WireName = Literal["shm", "ipc", "ipc_staged", "collective"]
-"""How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `collective`: shard to shard over NCCL or
-gloo. The field of `UpdateInfo` with this name holds the wire's own part."""
+"""How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `ipc_staged`: rings of buffers on each host,
+which trainer ranks fill for their own host and relay for others. `collective`: shard to shard over NCCL or gloo. The field of
+`UpdateInfo` with this name holds the wire's own part."""
 
 CachePolicy = Literal["reset", "reset_running", "keep"]
 """What a commit does with caches computed from older weights. `reset`: clear the prefix and encoder caches; refused before
@@ -65,12 +66,14 @@ class PrepareReply(Message, frozen=True, kw_only=True):
 
 
 class Segment(Message, frozen=True, kw_only=True):
-    """A shared-memory file that one trainer rank filled. `nonce` stands in its header and changes with every refit."""
+    """A shared-memory file that one trainer rank filled. nonce: stands in its header and changes with every refit. site: of the
+    trainer rank, for errors."""
 
     rank: int
     name: str
     nbytes: int
     nonce: int
+    site: str = ""
 
 
 class ShmInfo(Message, frozen=True, kw_only=True):
@@ -97,7 +100,7 @@ class CollectiveInfo(Message, frozen=True, kw_only=True):
 class IpcRank(Message, frozen=True, kw_only=True):
     """One trainer rank's memory for wire `ipc`. process, device: who made the handles, on which GPU (UUID). epoch: names the
     handles, which are in `export` when this epoch is new. nonce: the word that stands in its memory during this refit. resident:
-    mappings may stay open. All empty for a rank that nothing is read from.
+    mappings may stay open. site: of the trainer rank, for errors. All empty for a rank that nothing is read from.
     """
 
     rank: int
@@ -107,6 +110,7 @@ class IpcRank(Message, frozen=True, kw_only=True):
     nonce: int = 0
     export: bytes | None = None
     resident: bool = False
+    site: str = ""
 
 
 class IpcInfo(Message, frozen=True, kw_only=True):
@@ -118,7 +122,7 @@ class IpcInfo(Message, frozen=True, kw_only=True):
 class RingInfo(Message, frozen=True, kw_only=True):
     """One trainer rank's ring for wire `ipc_staged`. name: of the file with the words. slots: bytes of a buffer for each engine
     rank. start: where the buffers begin in that file when they are not on a GPU. handle, device, address, process: the memory on
-    a GPU. nonce: the word that stands in the ring during this refit."""
+    a GPU. nonce: the word that stands in the ring during this refit. site: of the trainer rank, for errors."""
 
     rank: int
     name: str
@@ -129,14 +133,23 @@ class RingInfo(Message, frozen=True, kw_only=True):
     address: int = 0
     process: str = ""
     nonce: int = 0
+    site: str = ""
 
 
 class IpcStagedInfo(Message, frozen=True, kw_only=True):
-    """The rings of all trainer ranks, most payload bytes of a bucket, and the number of engine ranks."""
+    """The rings of all trainer ranks, most payload bytes of a bucket, and the number of engine ranks.
+
+    lanes: int64 [n, 3], sorted: (trainer rank, engine rank, relay). What the plan takes from that trainer rank for that engine
+    rank lies in the relay's ring; every other message lies in the ring of the rank that holds it. None: there are no lanes.
+    host, port: of the store in which trainer ranks of several sites meet; engine ranks do not.
+    """
 
     rings: list[RingInfo]
     bucket_bytes: int
     engines: int
+    lanes: Column | None = None
+    host: str = ""
+    port: int = 0
 
 
 class UpdateInfo(Message, frozen=True, kw_only=True):

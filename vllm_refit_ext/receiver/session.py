@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_refit_ext.core.coded import DEQUANTISED
 from vllm_refit_ext.core.digest import row_strides
@@ -29,7 +30,7 @@ from vllm_refit_ext.core.manifest import Manifest, parse_state_dict_info
 from vllm_refit_ext.core.messages import DEADLINE_S, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.core.sites import this_site
+from vllm_refit_ext.core.sites import distances, this_site
 from vllm_refit_ext.core.table import pack_placements
 from vllm_refit_ext.receiver.agree import agree
 from vllm_refit_ext.receiver.anchors import Anchors
@@ -117,7 +118,8 @@ class Receiver:
             )
         sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
         self._anchors.hold(self.view.model)
-        targets, plan = self._plan(manifest, sources, offer.first_rank + self.view.rank, clock)
+        rank = offer.first_rank + self.view.rank
+        targets, plan = self._plan(manifest, sources, rank, distances(offer.sites, {rank: this_site()}), clock)
         digest = plan.digest(targets.rank)
         in_place = writer_for(plan, targets, self.view)
         self.prepared = Prepared(
@@ -146,9 +148,13 @@ class Receiver:
             seconds=clock.seconds,
         )
 
-    def _plan(self, manifest: Manifest, sources: Placements, rank: int, clock: Clock) -> tuple[Targets, Plan]:
-        """Targets and plan. A tensor that the trainer cuts through a block of MXFP8 takes the reload, which the cut does not
-        trouble."""
+    def _plan(
+        self, manifest: Manifest, sources: Placements, rank: int, distance: NDArray[np.int8], clock: Clock
+    ) -> tuple[Targets, Plan]:
+        """Targets and plan. distance: as `build_plan` takes it, with no rows where nobody told the trainer's sites.
+
+        A tensor that the trainer cuts through a block of MXFP8 takes the reload, which the cut does not trouble.
+        """
         with clock("routes"):
             recording = record(self.view, manifest, rank)
         refused: dict[str, str] = {}
@@ -158,7 +164,7 @@ class Receiver:
             problems = list(targets.problems)
             with clock("plan"):
                 try:
-                    plan = build_plan(manifest, sources, targets.placements)
+                    plan = build_plan(manifest, sources, targets.placements, distance if len(distance) else None)
                 except PlanError as error:
                     problems += error.problems
                 if problems:

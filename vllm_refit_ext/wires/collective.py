@@ -16,7 +16,6 @@ Until all have met, no byte travels and no weight is written. After any failure 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import time
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES
 from vllm_refit_ext.wires.collective_forward import sent_by, travels
 from vllm_refit_ext.wires.collective_group import Backend, Group
+from vllm_refit_ext.wires.collective_host import Host
 from vllm_refit_ext.wires.collective_meet import CONNECT_S, Store, open_store
 from vllm_refit_ext.wires.collective_move import Outgoing, Packer, Unpacker
 from vllm_refit_ext.wires.collective_rounds import rounds
@@ -74,15 +74,15 @@ def rank_names(trainers: int, engines: int) -> list[str]:
 class Link:
     """One rank's ties to the others: the store and the group, kept from refit to refit."""
 
-    def __init__(self, rank: int, names: Sequence[str], backend: Backend) -> None:
-        self.rank, self.names, self.backend = rank, list(names), backend
+    def __init__(self, rank: int, names: Sequence[str], backend: Backend, wire: str = "collective") -> None:
+        self.rank, self.names, self.backend, self._wire = rank, list(names), backend, wire
         self.store: Store | None = None
         self.group: Group | None = None
 
     def connect(self, host: str, port: int, deadline: float) -> None:
         """Reach the store. Raises WireError, DeadlineError."""
         if self.store is None:
-            self.store = Store(host, port, deadline)
+            self.store = Store(host, port, deadline, self._wire)
 
     def join(self, session: str, deadline: float) -> Group:
         """Meet all ranks for refit `session`; make a new group if not all hold the same one. All ranks raise the same error."""
@@ -132,20 +132,19 @@ class CollectiveSender:
         self._link = Link(rank, rank_names(share.trainers, share.engines), backend)
         self._packer = Packer(Outgoing(*(unpack(c) for c in share.pieces)), share.trainers, share.bucket_bytes)
         # The port is held from now on, by rank 0 alone.
-        self._server: tuple[str, int, Any] | None = open_store() if rank == 0 else None
-        if self._server is not None and share.tables:
+        self._host = Host(open_store()) if rank == 0 else None
+        if self._host is not None and share.tables:
             deadline = time.monotonic() + CONNECT_S
-            store = Store(*self._server[:2], deadline)
+            store = Store(*self._host.address, deadline)
             for target in range(share.engines):
                 store.put(_table_key(share.forwarding, target), share.tables.get(target, b""), deadline)
             share.tables = {}
-        self._met: list[str] = []
         self._tensors: list[torch.Tensor] = []
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Remember the live tensors; nothing is copied. Returns this rank's part of the message."""
         self._tensors = list(tensors)
-        host, port = self._server[:2] if self._server is not None else ("", 0)
+        host, port = self._host.address if self._host is not None else ("", 0)
         share = self._share
         return msgspec.msgpack.encode(
             _Part(self._backend, share.trainers, share.engines, share.bucket_bytes, share.forwarding, host, port)
@@ -157,8 +156,9 @@ class CollectiveSender:
         Raises what stopped the meeting (on every rank the same), WireError or DeadlineError for bytes that did not travel.
         """
         self._link.connect(info.host, info.port, deadline)
-        if self._server is not None:
-            self._forget(session, deadline)
+        if self._host is not None:
+            assert self._link.store is not None
+            self._host.forget(self._link.store, session, len(self._link.names), deadline)
         group = self._link.join(session, deadline)
         try:
             return self._packer.run(group, self._tensors, deadline)
@@ -168,25 +168,13 @@ class CollectiveSender:
 
     def refuse(self, session: str, error: RefitError, deadline: float) -> None:
         """Tell all that wait for refit `session` to begin that it will not: an engine refused it. Too late, it does nothing."""
-        assert self._server is not None
-        with contextlib.suppress(RefitError):
-            store = Store(*self._server[:2], deadline)
-            for step in ("ready", "joined"):
-                store.stop(f"{session}/{step}", error, deadline)
-
-    def _forget(self, session: str, deadline: float) -> None:
-        """Remove the keys of the refit before last, which nobody can still be reading."""
-        assert self._link.store is not None
-        self._met.append(session)
-        if len(self._met) > 2:
-            old = self._met.pop(0)
-            for step in ("ready", "joined"):
-                self._link.store.forget(f"{old}/{step}", len(self._link.names), deadline)
+        assert self._host is not None
+        self._host.refuse(session, error, deadline)
 
     def close(self) -> None:
         """Leave the group and give the port back. Safe to call twice."""
         self._link.close()
-        self._server = None
+        self._host = None
 
 
 class CollectiveReader:

@@ -54,6 +54,10 @@ class Ticket:
                 raise self._group.lost(self._peers, problem, deadline)
             self._works.pop()
 
+    def ended(self) -> bool:
+        """Whether all are done, as far as one can see without waiting: gloo's operations end only while they are waited for."""
+        return self._group.backend == "nccl" and all(work.is_completed() for work in self._works)
+
     def drop(self) -> None:
         """Forget the operations."""
         self._works.clear()
@@ -67,7 +71,7 @@ class Group:
         self.name, self.rank, self.names, self.backend = name, rank, list(names), backend
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._tickets: list[Ticket] = []
-        where = f"wire collective, {self.names[rank]}"
+        where = self._where = f"wire {store.wire}, {self.names[rank]}"
         prefix = PrefixStore(f"group/{name}", store.raw.clone())
         left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
         make = _gloo if backend == "gloo" else _nccl
@@ -144,7 +148,7 @@ class Group:
         """The error for operations with `peers` that failed with `text`."""
         line = (text.strip().splitlines() or ["no reason"])[0]
         line = line.rpartition("] ")[2][:160]
-        where = f"wire collective, {self.names[self.rank]}"
+        where = self._where
         whom = ", ".join(self.names[p] for p in sorted(set(peers))[:8])
         if time.monotonic() >= deadline or "imed out" in text:
             do = "see whether one of these processes, or one they wait for, is stopped or stuck"

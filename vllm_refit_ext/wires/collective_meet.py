@@ -41,9 +41,12 @@ class Verdict(msgspec.Struct, frozen=True):
 class Store:
     """A connection to the store of one refit sender. No call waits beyond its deadline, even if the host is stopped."""
 
-    def __init__(self, host: str, port: int, deadline: float) -> None:
-        """deadline: in time.monotonic() seconds, as everywhere in this module. Raises WireError, DeadlineError."""
-        self.host, self.port = host, port
+    def __init__(self, host: str, port: int, deadline: float, wire: str = "collective") -> None:
+        """deadline: in time.monotonic() seconds, as everywhere in this module. wire: named in errors.
+
+        Raises WireError, DeadlineError.
+        """
+        self.host, self.port, self.wire = host, port, wire
         self._store: Any = None
         try:
             self._store = run_until(
@@ -55,7 +58,7 @@ class Store:
 
     @property
     def _where(self) -> str:
-        return f"wire collective, store at {self.host}:{self.port}"
+        return f"wire {self.wire}, store at {self.host}:{self.port}"
 
     @property
     def raw(self) -> Any:
@@ -128,6 +131,11 @@ class Store:
         verdict = self.call(lambda store: _decide(store, key, mine), deadline)
         return _error(verdict) if verdict.problems else error
 
+    def stopped(self, key: str, deadline: float) -> RefitError | None:
+        """What the meeting `key` was ended with, or None. Never waits for the other ranks."""
+        raw = self.call(lambda store: store.get(f"{key}/verdict") if store.check([f"{key}/verdict"]) else b"", deadline)
+        return _error(msgspec.msgpack.decode(raw, type=Verdict)) if raw else None
+
     def forget(self, key: str, size: int, deadline: float) -> None:
         """Remove what the meeting `key` of `size` ranks left."""
         keys = [f"{key}/count", f"{key}/verdict", *(f"{key}/word/{r}" for r in range(size))]
@@ -157,7 +165,7 @@ def run_until[T](deadline: float, what: str, where: str, work: Callable[[], T]) 
     return result  # type: ignore[no-any-return]
 
 
-def open_store() -> tuple[str, int, Any]:
+def open_store(wire: str = "collective") -> tuple[str, int, Any]:
     """Host a store: its address, its port and torch's object, which must be kept.
 
     The address is VLLM_REFIT_HOST, else MASTER_ADDR (trainer rank 0's host, for torch), else loopback. The kernel chooses the
@@ -170,9 +178,9 @@ def open_store() -> tuple[str, int, Any]:
         listener.bind(address)
         listener.listen(4096)
     except OSError as error:
-        do = "set VLLM_REFIT_HOST on trainer rank 0 to an address of its host that the engines can reach"
+        do = "set VLLM_REFIT_HOST on trainer rank 0 to an address of its host that the other ranks can reach"
         raise WireError(
-            "can't listen for the engines", where="wire collective", got=f"{host}: {error.strerror or error}", do=do
+            "can't listen for the other ranks", where=f"wire {wire}", got=f"{host}: {error.strerror or error}", do=do
         ) from None
     address, port = listener.getsockname()[:2]
     store = TCPStore(

@@ -26,7 +26,7 @@ from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.messages import IpcInfo, IpcRank, UpdateInfo
 from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.core.sites import Sites, apart, not_shared, this_site
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import cuda_ipc
 
@@ -84,6 +84,7 @@ class IpcSender:
             nonce=nonce,
             export=None if self._told else msgspec.msgpack.encode(self._export),
             resident=self.resident,
+            site=this_site(),
         )
         self._told = True
         return msgspec.msgpack.encode(part)
@@ -256,6 +257,8 @@ class IpcReader:
             held = self._maps.ranks[rank] = RankMaps(told.epoch, told.process, _export(told.export), self._device)
         if told.device not in _visible():
             do = "let trainer and engine see the same GPUs (CUDA_VISIBLE_DEVICES), or use the wire shm"
+            if apart(told.site, this_site()):
+                do = not_shared(told.site)
             raise WireError(
                 "its GPU is not visible to this engine", where=WHERE, got=told.device, wanted=", ".join(_visible()), do=do
             )

@@ -1,9 +1,9 @@
 """A ring of staging buffers between one trainer rank and the engine ranks, and the words by which they take turns.
 
 The buffers are device memory that is exported once, or shared memory on a CPU. The words lie in a file of shared memory: for
-every engine rank how many messages are ready and how many it has done with. A trainer rank fills slot i % RING when message i
-- RING is done; an engine rank reads it when message i is ready. All waits have a deadline, and each side sees when the other
-is gone.
+every engine rank how many messages are ready and how many it has done with. A trainer rank fills a buffer when what it held is
+done with; an engine rank reads message i when i + 1 are ready. `ipc_lanes` says which message lies where. All waits have a
+deadline, and each side sees when the other is gone.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from vllm_refit_ext.core.errors import DeadlineError, WireError
 from vllm_refit_ext.core.messages import RingInfo
+from vllm_refit_ext.core.sites import not_shared, this_site
 from vllm_refit_ext.wires import cuda_ipc
+from vllm_refit_ext.wires.ipc_lanes import RING
 from vllm_refit_ext.wires.shm import FOLDER, ShmPublisher
 
-RING = 2
-"""Buffers for each engine rank: one is filled while the other is read."""
 WORDS = 256
 """Byte offset of the words; the header of `wires.shm` stands before them."""
 ALIGN = 256
@@ -35,18 +37,27 @@ _POLL_S = 50e-6
 _LOOK_S = 0.05
 
 
+class Stoppable(Protocol):
+    """Something that may end a wait for another side."""
+
+    @property
+    def stopped(self) -> bool: ...
+
+
 class Words:
     """The words of one trainer rank, mapped by both sides."""
 
-    def __init__(self, path: Path, engines: int) -> None:
-        """Map them. Raises WireError when the file is gone or too short."""
+    def __init__(self, path: Path, engines: int, site: str = "") -> None:
+        """Map them. site: of the trainer rank. Raises WireError when the file is gone or too short."""
         self._path, self.engines = path, engines
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            do = "see whether the trainer has ended, and that both run on this host with the same shared memory"
             raise WireError(
-                "the words of a ring can't be opened", where=str(path.name), got=error.strerror or error, do=do
+                "the words of a ring can't be opened",
+                where=str(path.name),
+                got=error.strerror or error,
+                do=not_shared(site),
             ) from None
         size = os.fstat(self._fd).st_size
         if size < words_bytes(engines) or os.fstat(self._fd).st_uid not in (os.geteuid(), 0):
@@ -95,13 +106,13 @@ class Words:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         return True
 
-    def wait(self, engine: int, which: int, least: int, deadline: float, where: str, others: tuple[Words, ...] = ()) -> None:
+    def wait(self, engine: int, which: int, least: int, deadline: float, where: str, others: Sequence[Stoppable] = ()) -> None:
         """Wait until a word is at least `least`. Raises WireError when a side is gone or gave up, DeadlineError."""
         begun = time.monotonic()
         look = begun + _LOOK_S
         while self.read(engine, which) < least:
             now = time.monotonic()
-            if any(words.stopped for words in (self, *others)):
+            if any(side.stopped for side in (self, *others)):
                 raise WireError("the other side gave up this refit", where=where, do="see its error; refit once more")
             if now > look:
                 if which == 0 and self.owner_is_gone():
@@ -123,18 +134,23 @@ class Words:
             os.close(self._fd)
 
 
+def padded(slots: Iterable[int]) -> list[int]:
+    """Sizes of buffers, each at a multiple of ALIGN bytes."""
+    return [-(-n // ALIGN) * ALIGN for n in slots]
+
+
 def words_bytes(engines: int) -> int:
     """Bytes of the header and the words."""
     return WORDS + (2 + 2 * engines) * _WORD.size
 
 
 class RingOwner:
-    """A trainer rank's ring. slots: for each engine rank the bytes of one of its RING buffers."""
+    """A trainer rank's ring. slots: for each engine rank the bytes of one of its RING buffers, 0 for one that reads elsewhere."""
 
     def __init__(self, rank: int, slots: list[int], device: torch.device) -> None:
         """Allocate and export. Raises WireError when there is no room."""
         self._device = device
-        self._slots = [-(-n // ALIGN) * ALIGN for n in slots]
+        self._slots = padded(slots)
         self.nbytes = max(ALIGN, RING * sum(self._slots))
         start = -(-words_bytes(len(slots)) // 4096) * 4096
         on_host = device.type != "cuda"
@@ -157,11 +173,12 @@ class RingOwner:
             device=uuid,
             address=self._address,
             process=cuda_ipc.PROCESS,
+            site=this_site(),
         )
 
-    def slot(self, engine: int, message: int) -> torch.Tensor:
-        """The buffer that a message to an engine rank goes through, uint8."""
-        return slot_of(self.memory, self._slots, engine, message)
+    def slot(self, engine: int, half: int) -> torch.Tensor:
+        """Buffer `half` of an engine rank, uint8."""
+        return slot_of(self.memory, self._slots, engine, half)
 
     def close(self) -> None:
         """Free the buffers and remove the words. Readers that still map them keep the memory until they let go."""
@@ -179,7 +196,7 @@ class RingReader:
     def __init__(self, info: RingInfo, device: torch.device) -> None:
         """Map it. Raises WireError where it can't be opened."""
         self.info, self._device, self._opened = info, device, 0
-        self.words = Words(FOLDER / info.name, len(info.slots))
+        self.words = Words(FOLDER / info.name, len(info.slots), info.site)
         nbytes = max(ALIGN, RING * sum(info.slots))
         if not info.handle:
             self.memory = torch.frombuffer(self.words.memory, dtype=torch.uint8)[info.start :]
@@ -189,9 +206,9 @@ class RingReader:
             self._opened = cuda_ipc.open_handle(info.handle, device)
             self.memory = cuda_ipc.as_tensor(self._opened, nbytes, device)
 
-    def slot(self, engine: int, message: int) -> torch.Tensor:
-        """The buffer of a message, uint8."""
-        return slot_of(self.memory, self.info.slots, engine, message)
+    def slot(self, engine: int, half: int) -> torch.Tensor:
+        """Buffer `half` of an engine rank, uint8."""
+        return slot_of(self.memory, self.info.slots, engine, half)
 
     def close(self) -> None:
         """Unmap."""
@@ -202,7 +219,7 @@ class RingReader:
         self.words.close()
 
 
-def slot_of(memory: torch.Tensor, slots: list[int], engine: int, message: int) -> torch.Tensor:
-    """Slot `message` % RING of an engine rank."""
-    start = RING * sum(slots[:engine]) + (message % RING) * slots[engine]
+def slot_of(memory: torch.Tensor, slots: list[int], engine: int, half: int) -> torch.Tensor:
+    """Buffer `half` of RING of an engine rank."""
+    start = RING * sum(slots[:engine]) + half * slots[engine]
     return memory[start : start + slots[engine]]

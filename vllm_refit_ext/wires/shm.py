@@ -35,7 +35,7 @@ from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.messages import Segment, ShmInfo, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.core.sites import Sites, not_shared, this_site
 from vllm_refit_ext.core.table import Column, pack, unpack
 
 FOLDER = Path("/dev/shm")
@@ -105,7 +105,7 @@ class ShmPublisher:
             place = self._memory[at : at + nbytes].view(source.dtype).view(source.shape)
             place.copy_(source)
         self._write_header(COMPLETE, nonce)
-        return Segment(rank=self.rank, name=self.name, nbytes=self.nbytes, nonce=nonce)
+        return Segment(rank=self.rank, name=self.name, nbytes=self.nbytes, nonce=nonce, site=this_site())
 
     def _write_header(self, state: int, nonce: int) -> None:
         HEADER.pack_into(self._map, 0, MAGIC, PROTOCOL, state, nonce, self.nbytes, self.rank, os.getpid())
@@ -296,7 +296,7 @@ def _open(segment: Segment) -> mmap.mmap:
     try:
         fd = os.open(FOLDER / segment.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        do = "check that the trainer runs on this host, sees the same shared memory, and has not ended"
+        do = not_shared(segment.site)
         raise WireError("the segment can't be opened", where=where, got=error.strerror or error, do=do) from None
     try:
         status = os.fstat(fd)

@@ -1,0 +1,148 @@
+"""Which rank relays for whom, and where every message lies: pure tables, held to what the order argument needs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_refit_ext.core.errors import ConfigError
+from vllm_refit_ext.core.plan import Edge
+from vllm_refit_ext.core.relays import choose_relays
+from vllm_refit_ext.core.sites import SITE, Sites, apart, distances, not_shared
+from vllm_refit_ext.wires.collective_rounds import ALIGN, Message
+from vllm_refit_ext.wires.ipc_lanes import RING, Task, seats, table_of, tasks_of
+
+
+@st.composite
+def edges_and_sites(draw):
+    """Trainer ranks on a few sites, engine ranks on some of those, and bytes between any of them."""
+    trainers = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
+    engines = draw(st.lists(st.sampled_from(sorted(set(trainers))), min_size=1, max_size=6))
+    pairs = [(s, t) for s in range(len(trainers)) for t in range(len(engines)) if draw(st.booleans())]
+    edges = [Edge(s, t, draw(st.sampled_from([1, 5, 5, 100, 10**9])), 1) for s, t in pairs]
+    return edges, Sites(trainers, engines)
+
+
+@given(edges_and_sites())
+@settings(max_examples=200, deadline=None)
+def test_every_edge_between_sites_has_a_relay_beside_its_reader_and_no_other_has(case):
+    edges, sites = case
+    lanes = choose_relays(edges, sites)
+    far = {(e.source, e.target) for e in edges if sites.trainers[e.source] != sites.engines[e.target]}
+    assert set(lanes) == far
+    for (_, target), relay in lanes.items():
+        assert sites.trainers[relay] == sites.engines[target]
+    assert lanes == choose_relays(edges[::-1], sites), "the order of the edges does not matter"
+    # No rank of a site passes on more than the mean of its site and one edge.
+    load: dict[int, int] = {}
+    for e in edges:
+        if (relay := lanes.get((e.source, e.target))) is not None:
+            load[relay] = load.get(relay, 0) + e.nbytes
+    for site in set(sites.engines):
+        ranks = [r for r, s in enumerate(sites.trainers) if s == site]
+        total = sum(load.get(r, 0) for r in ranks)
+        largest = max((e.nbytes for e in edges if (e.source, e.target) in far and sites.engines[e.target] == site), default=0)
+        assert max(load.get(r, 0) for r in ranks) <= total / len(ranks) + largest
+
+
+def test_equal_edges_are_spread_evenly():
+    sites = Sites(["a"] * 4 + ["b"] * 4, ["a"] * 4 + ["b"] * 4)
+    edges = [Edge(s, t, 10, 1) for s in range(8) for t in range(8)]
+    lanes = choose_relays(edges, sites)
+    assert sorted(lanes.values()) == sorted(list(range(8)) * 4)
+
+
+def test_an_engine_rank_without_a_trainer_rank_beside_it_is_named():
+    sites = Sites(["a", "a", "b"], ["a", "c", "c", "d", "b"])
+    edges = [Edge(s, t, 1, 1) for s in range(3) for t in range(5)]
+    with pytest.raises(ConfigError) as caught:
+        choose_relays(edges, sites)
+    assert len(caught.value.problems) == 2, "one for each site"
+    first = caught.value.problems[0]
+    assert first.where == "engine ranks 1, 2 on 'c'"
+    assert "trainer ranks 0, 1 on 'a'" in first.got
+    assert "trainer rank 2 on 'b'" in first.got
+    assert SITE in first.do
+    assert "collective" in first.do
+    assert "engine rank 3 on 'd'" in str(caught.value)
+
+
+def test_many_ranks_without_one_beside_them_make_a_short_error():
+    sites = Sites(["a"] * 300, ["b"] * 300)
+    with pytest.raises(ConfigError) as caught:
+        choose_relays([Edge(0, t, 1, 1) for t in range(300)], sites)
+    assert "and 292 more" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_site_that_nobody_told_is_near_all():
+    assert not apart("", "b")
+    assert not apart("a", "")
+    assert choose_relays([Edge(0, 0, 5, 1)], Sites(["a"], [""])) == {}
+    assert choose_relays([Edge(0, 0, 5, 1)], Sites.single(1, 1)) == {}
+    assert distances(["a", "b", ""], {2: "a", 0: "b"}).tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
+
+
+def test_what_to_do_about_memory_that_can_not_be_opened(monkeypatch):
+    monkeypatch.setenv(SITE, "here")
+    assert "'there'" in not_shared("there")
+    assert "'here'" in not_shared("there")
+    assert SITE in not_shared("there")
+    assert SITE not in not_shared("here")
+    assert SITE not in not_shared("")
+
+
+@st.composite
+def rounds_and_relays(draw):
+    """Messages of a few rounds from any sources, and relays for some of them."""
+    sources = draw(st.integers(1, 6))
+    relay = {s: draw(st.integers(6, 7)) for s in range(sources) if draw(st.booleans())}
+    messages = []
+    for _ in range(draw(st.integers(0, 7))):
+        here = sorted(draw(st.sets(st.integers(0, sources - 1), min_size=1)))
+        messages.append([Message(s, 0, draw(st.integers(1, 3 * ALIGN))) for s in here])
+    return messages, relay
+
+
+@given(rounds_and_relays())
+@settings(max_examples=200, deadline=None)
+def test_seats_never_overlap_while_a_reader_may_still_look_at_them(case):
+    messages, relay = case
+    found, slots = seats(messages, relay)
+    for owner in slots:
+        mine = [
+            (number, message, seat)
+            for number, (here, row) in enumerate(zip(messages, found, strict=True))
+            for message, seat in zip(here, row, strict=True)
+            if seat.owner == owner
+        ]
+        assert [seat.count for _, _, seat in mine] == list(range(len(mine))), "numbered in the order (round, source)"
+        for number, message, seat in mine:
+            assert relay.get(message.source, message.source) == owner
+            assert seat.at % ALIGN == 0
+            assert seat.at + message.nbytes <= slots[owner]
+            assert seat.after <= seat.count
+            # A reader gives up a round when it asks for the next; so at least the round before must still be spared.
+            before = [n for n, _, other in mine if other.count < seat.count and n < number]
+            if before:
+                last = max(before)
+                assert all(n != last for n, _, other in mine if other.count < seat.after), "the reader may hold the round before"
+            for n, m, other in mine:
+                overlap = seat.half == other.half and seat.at < other.at + m.nbytes and other.at < seat.at + message.nbytes
+                if overlap and other.count < seat.count:
+                    assert n < number
+                    assert other.count < seat.after, "it was given up before it is written over"
+
+
+def test_one_source_has_two_buffers_in_turn():
+    found, slots = seats([[Message(3, 0, 100)], [Message(3, 0, 300)], [Message(3, 0, 1)]], {})
+    assert [(s.owner, s.count, s.after, s.half, s.at) for (s,) in found] == [(3, 0, 0, 0, 0), (3, 1, 0, 1, 0), (3, 2, 1, 0, 0)]
+    assert slots == {3: 300}
+    assert RING == 2
+
+
+def test_tasks_travel_as_a_table():
+    given_ = [Task(1, 2, count=3, after=4, half=1, at=256, peer=5, tag=6), Task(0, 9)]
+    assert tasks_of(table_of(given_)) == given_
+    assert tasks_of(table_of([])) == []

@@ -1,0 +1,158 @@
+"""The trainer ranks of several sites among themselves, on wire `ipc_staged`: how they meet and stop together, and what travels.
+
+They have a group of their own (NCCL between GPUs, gloo between CPUs), made at the first refit, kept, and made anew after a
+failure. No engine rank is in it: an engine rank sees rings of its own site only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from vllm_refit_ext.core.errors import RefitError, WireError
+from vllm_refit_ext.core.messages import IpcStagedInfo
+from vllm_refit_ext.wires.collective import Link
+from vllm_refit_ext.wires.collective_group import POLL_S, Backend, Group, Parcel, Ticket
+from vllm_refit_ext.wires.collective_host import GOING, Host
+from vllm_refit_ext.wires.collective_meet import CONNECT_S, open_store
+from vllm_refit_ext.wires.ipc_lanes import RING, Task
+
+WIRE = "ipc_staged"
+LOOK_S = 0.25
+"""Seconds between two looks into the store whether some rank gave up."""
+AHEAD = 4
+"""Most messages under way at a rank. With gloo nothing says that a message has come but waiting for it, so a reader may be shown
+the first when the last of these is started."""
+
+
+class Meeting:
+    """One trainer rank's ties to those of other sites.
+
+    `stopped` says whether a rank, or an engine through rank 0, gave up the refit that is under way. It asks the store now and
+    then, because memory of another site can't be looked at.
+    """
+
+    def __init__(self, rank: int, ranks: int, backend: Backend) -> None:
+        """Rank 0 begins to serve the store. Raises WireError."""
+        self._link = Link(rank, [f"trainer rank {r}" for r in range(ranks)], backend, WIRE)
+        self._host = Host(open_store(WIRE), WIRE) if rank == 0 else None
+        self._session, self._look = "", 0.0
+        self._cause: RefitError | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 serves the store; nothing on the others."""
+        return self._host.address if self._host is not None else ("", 0)
+
+    def start(self, session: str, info: IpcStagedInfo, deadline: float) -> Group | None:
+        """Begin a refit. With lanes all trainer ranks meet; returns their group. Raises on all ranks the same error."""
+        self._session, self._look, self._cause = session, 0.0, None
+        self._link.connect(info.host, info.port, deadline)
+        assert self._link.store is not None
+        if self._host is not None:
+            self._host.forget(self._link.store, session, len(self._link.names), deadline)
+        return self._link.join(session, deadline) if info.lanes is not None else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether someone gave up. Raises WireError, DeadlineError when the store is gone."""
+        now = time.monotonic()
+        if self._cause is None and now > self._look and self._link.store is not None:
+            self._cause = self._link.store.stopped(f"{self._session}/{GOING}", now + CONNECT_S)
+            self._look = time.monotonic() + LOOK_S
+        return self._cause is not None
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Give up: tell the other ranks and leave the group. Returns the error to raise, which names the cause if it lies
+        elsewhere."""
+        told = error if isinstance(error, RefitError) else RefitError(f"{type(error).__name__}: {error}", where=f"wire {WIRE}")
+        if self._link.store is not None:
+            with contextlib.suppress(RefitError):
+                first = self._link.store.stop(f"{self._session}/{GOING}", told, time.monotonic() + CONNECT_S)
+                self._cause = first if first is not told else None
+        self._link.drop()
+        if self._cause is None or not isinstance(error, RefitError):
+            return error
+        where = f"wire {WIRE}, {self._link.names[self._link.rank]}"
+        got = "; ".join(str(p) for p in self._cause.problems[:3])
+        return WireError("this refit was given up", where=where, got=got, do="refit once more when its cause is gone")
+
+    def refuse(self, session: str, error: RefitError, deadline: float) -> None:
+        """On rank 0: an engine refused `session` or failed in it. Never raises."""
+        assert self._host is not None
+        self._host.refuse(session, error, deadline)
+
+    def close(self) -> None:
+        """Leave the group and the store. Safe to call twice."""
+        self._link.close()
+        self._host = None
+
+
+class _Flying(msgspec.Struct):
+    task: Task
+    ticket: Ticket | None
+
+
+class Flight:
+    """The messages of one trainer rank that travel, in the order of all messages, for one refit.
+
+    They are waited for in that order and no later message is waited for before them, as the argument in `ipc_lanes` asks.
+    """
+
+    def __init__(self, group: Group, ready: Callable[[Task], None], stopped: Callable[[], bool], deadline: float) -> None:
+        """ready: tells the reader that the message of a task lies in its seat. deadline: time.monotonic seconds."""
+        self._group, self._ready, self._stopped, self._deadline = group, ready, stopped, deadline
+        self._flying: deque[_Flying] = deque()
+
+    def send(self, task: Task, data: torch.Tensor) -> None:
+        """Start to send uint8 `data`, which must stay until RING more were sent."""
+        self._add(task, self._group.post([Parcel(task.peer, task.tag, data)], []))
+
+    def receive(self, task: Task, into: torch.Tensor) -> None:
+        """Start to receive into uint8 `into`."""
+        self._add(task, self._group.post([], [Parcel(task.peer, task.tag, into)]))
+
+    def packed(self, task: Task) -> None:
+        """A message of this rank's own lies in its seat. Its reader hears of it after those before it."""
+        if any(f.task.target == task.target and f.task.count >= 0 for f in self._flying):
+            self._flying.append(_Flying(task, None))
+        else:
+            self._ready(task)
+
+    def room_to_send(self) -> None:
+        """Wait until one of the RING buffers is free."""
+        while sum(f.task.count < 0 for f in self._flying) >= RING:
+            self._land()
+
+    def look(self) -> None:
+        """Tell readers what has come, without waiting."""
+        while self._flying and (self._flying[0].ticket is None or self._flying[0].ticket.ended()):
+            self._land()
+
+    def land(self) -> None:
+        """Wait for everything."""
+        while self._flying:
+            self._land()
+
+    def _add(self, task: Task, ticket: Ticket) -> None:
+        self._flying.append(_Flying(task, ticket))
+        while len(self._flying) > AHEAD:
+            self._land()
+
+    def _land(self) -> None:
+        first = self._flying[0]
+        if first.ticket is not None:
+            # A GPU is only looked at, so that a rank elsewhere that gave up is noticed before the deadline.
+            while self._group.backend == "nccl" and not first.ticket.ended() and time.monotonic() < self._deadline:
+                if self._stopped():
+                    raise WireError("another rank gave up this refit", where=f"wire {WIRE}", do="see its error; refit once more")
+                time.sleep(POLL_S)
+            first.ticket.wait(self._deadline)
+        self._flying.popleft()
+        if first.task.count >= 0:
+            self._ready(first.task)
