@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.geometry import sources_and_targets
-from tests.unit.test_collective_rounds import Rendezvous
+from tests.support.rendezvous import Rendezvous
 from vllm_refit_ext.core.errors import ConfigError, WireError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import UpdateInfo
