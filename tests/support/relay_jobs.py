@@ -82,6 +82,27 @@ def cycle(folder: str, geometry: dict[str, Any], urls: list[str], sites: str, bu
     return found
 
 
+def check_travel(found: list[dict[str, Any]], sites: str, engine_sites: str) -> dict[tuple[int, int], int]:
+    """Hold what all ranks told in `cycle` to the plan: bytes of every edge, relays, and bytes between trainer ranks.
+
+    Returns the bytes of the edges between sites.
+    """
+    first, ranks = found[0], range(len(found))
+    planned = {(e["source"], e["target"]): e["nbytes"] for e in first["edges"]}
+    (reports,) = first["report"]["engines"]
+    received = {(int(s), r["rank"]): n for r in reports for s, n in r["received"].items()}
+    assert received == planned, "an engine rank counts a byte by the rank that held it, relayed or not"
+    far = {(s, t): n for (s, t), n in planned.items() if sites[s] != engine_sites[t]}
+    assert {(s, t) for s, t, _ in first["lanes"]} == set(far)
+    want: dict[int, dict[int, int]] = {r: {} for r in ranks}
+    for source, target, relay in first["lanes"]:
+        assert sites[relay] == engine_sites[target]
+        want[source][relay] = want[source].get(relay, 0) + far[source, target]
+    assert [f["travelled"] for f in found] == [want[r] for r in ranks], "between trainer ranks: these bytes and no others"
+    assert all(f["group"] == ([f"trainer rank {r}" for r in ranks] if far else []) for f in found)
+    return far
+
+
 def simple(folder: str, geometry: dict[str, Any], urls: list[str], sites: str, bucket: int, version: str) -> Any:
     """Prepare, refit, verify. Rank 0 returns the engines' answers."""
     trainer = Trainer(folder, geometry, urls, sites, bucket)

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_refit_ext.core.errors import ConfigError
-from vllm_refit_ext.core.plan import Edge
+from vllm_refit_ext.core.errors import ConfigError, ManifestError
+from vllm_refit_ext.core.manifest import Manifest, Offer, TensorSpec, pack_offer, parse_state_dict_info
+from vllm_refit_ext.core.placement import Buffer, Placement, Placements
+from vllm_refit_ext.core.plan import Edge, build_plan
 from vllm_refit_ext.core.relays import choose_relays
 from vllm_refit_ext.core.sites import SITE, Sites, apart, distances, not_shared
 from vllm_refit_ext.wires.collective_rounds import ALIGN, Message
@@ -91,6 +93,21 @@ def test_what_to_do_about_memory_that_can_not_be_opened(monkeypatch):
     assert SITE in not_shared("there")
     assert SITE not in not_shared("here")
     assert SITE not in not_shared("")
+
+
+def test_sites_travel_in_the_offer_and_near_copies_are_read():
+    manifest = Manifest({"t": TensorSpec((4,), "float32")})
+    rows = [Placement("t", r, (0,), (4,), 0, (4,)) for r in range(3)]
+    sources = Placements.from_rows([Buffer("t", r, "float32", (4,)) for r in range(3)], rows)
+    offer = parse_state_dict_info(pack_offer(Offer(manifest, sources, 5, ("a", "b", "c"))))
+    assert (offer.first_rank, offer.sites) == (5, ("a", "b", "c"))
+    targets = Placements.from_rows([Buffer("t", 5, "float32", (4,))], [Placement("t", 0, (0,), (4,), 0, (4,))])
+    for near, rank in (("a", 0), ("b", 1), ("c", 2)):
+        plan = build_plan(manifest, sources, targets, distances(offer.sites, {5: near}))
+        assert plan.source_rank.tolist() == [rank]
+    with pytest.raises(ManifestError, match="have no site"):
+        parse_state_dict_info(pack_offer(Offer(manifest, sources, 0, ("a", "b"))))
+    assert parse_state_dict_info(pack_offer(Offer(manifest, sources))).sites == ()
 
 
 @st.composite

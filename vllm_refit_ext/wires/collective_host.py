@@ -18,14 +18,14 @@ class Host:
     """The store of one refit sender. Its port is held from now on, by rank 0 alone."""
 
     def __init__(self, served: tuple[str, int, Any], wire: str = "collective") -> None:
-        """served: what `open_store` returned. wire: named in errors."""
-        self._served, self._wire = served, wire
+        """served: what `open_store` returned, address, port and torch's store. wire: named in errors."""
+        self.served, self._wire = served, wire
         self._met: list[str] = []
 
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of the store."""
-        return self._served[:2]
+        return self.served[:2]
 
     def refuse(self, session: str, error: RefitError, deadline: float) -> None:
         """End the meetings of `session` with `error`, where they are not over. Never raises."""
