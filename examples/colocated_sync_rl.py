@@ -29,11 +29,11 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script, from any folder
 
+from examples.support.grpo import PROMPT, PROMPTS, Trainer, advantages, mean_kl, rewards, rise_problems
 from examples.support.launch import run_ranks
-from examples.support.tiny_model import build_megatron, import_megatron, save_model
+from examples.support.record import conclude
+from examples.support.tiny_model import import_megatron, save_model
 
-PROMPTS = ["the ", "a re", "new ", "old ", "rank", "copy", "plan", "wire"]
-"""All of four tokens (the tokenizer knows bytes), so that a batch needs no padding."""
 MAX_KL = 1e-4
 """Trainer and engine run different kernels. With equal weights in float32 the mean KL was 1e-12 or less in every run; with
 weights that are a few steps old it is above 1e-3."""
@@ -41,8 +41,6 @@ MAX_KL_CUDA = 1e-3
 """Some kernels of a GPU round to TF32."""
 MAX_KL_MXFP8 = 0.1
 """The engine's weights then have four significant bits, and the trainer's eight."""
-MIN_RISE = 0.15
-"""The least rise of the mean reward from the first to the last quarter of the steps."""
 
 
 @Parameter(name="*")
@@ -136,89 +134,12 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-class Trainer:
-    """Megatron-core with expert parallelism over its ranks, its distributed data parallel wrapper and its optimizer."""
-
-    def __init__(self, folder: Path, settings: Settings) -> None:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        ranks, dtype = dist.get_world_size(), getattr(torch, settings.dtype)
-        self.device = torch.device(settings.device)
-        self.bridge, self.chunks = build_megatron(folder, ep=ranks, ddp=True, seed=settings.seed, dtype=settings.dtype)
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=settings.learning_rate,
-            weight_decay=0.0,
-            clip_grad=1.0,
-            params_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
-        )
-        self.optimizer = get_megatron_optimizer(config, self.chunks)
-
-    def step(self, tokens: torch.Tensor, prompt: int, advantage: torch.Tensor) -> torch.Tensor:
-        """One GRPO step on this rank's share. tokens [n, length], advantage [n].
-
-        Returns the log-probabilities of the answers' tokens before the step, [n, answer].
-        """
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        n, length = tokens.shape
-        tokens, advantage = tokens.to(self.device), advantage.to(self.device)
-        positions = torch.arange(length - 1, device=self.device)[None].expand(n, -1)
-        mask = torch.triu(torch.ones(length - 1, length - 1, dtype=torch.bool, device=self.device), 1)[None, None]
-        kept: list[torch.Tensor] = []
-
-        def forward(batches: Any, model: Any) -> Any:
-            logits = model(next(batches)[:, :-1], positions, mask)
-
-            def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                # On policy, so the ratio of GRPO is one; its gradient is that of the log-probability.
-                picked = output.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[:, prompt - 1 :, 0]
-                kept.append(picked.detach())
-                value = -(advantage[:, None] * (picked - picked.detach()).exp()).mean()
-                return value, {"loss": value.detach()}
-
-            return logits, loss
-
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter([tokens]),
-            model=self.chunks,
-            num_microbatches=1,
-            seq_length=length - 1,
-            micro_batch_size=n,
-            forward_only=False,
-        )
-        for chunk in self.chunks:
-            chunk.finish_grad_sync()
-        self.optimizer.step()
-        return kept[0].cpu()
-
-
-def rewards(tokens: torch.Tensor, prompt: int, letters: torch.Tensor) -> torch.Tensor:
-    """Share of lower-case letters in each answer, [answers]."""
-    return torch.isin(tokens[:, prompt:], letters).float().mean(dim=1)
-
-
-def advantages(reward: torch.Tensor, samples: int) -> torch.Tensor:
-    """GRPO: rewards standardised within the answers to one prompt, [answers]."""
-    grouped = reward.view(-1, samples)
-    return ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)).reshape(-1)
-
-
-def mean_kl(engine: torch.Tensor, trainer: torch.Tensor) -> float:
-    """KL(engine || trainer) estimated on the engine's samples by r - 1 - log r, r the ratio of probabilities. Never negative."""
-    log_ratio = (trainer - engine).double()
-    return float((log_ratio.exp() - 1 - log_ratio).mean())
-
-
 def run_rank(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     """What each trainer rank does. `values` are those of `Settings`, since ranks share plain data only. Returns the steps."""
     settings, rank = Settings(**values), dist.get_rank()
-    trainer = Trainer(folder, settings)
+    trainer = Trainer(
+        folder, learning_rate=settings.learning_rate, seed=settings.seed, dtype=settings.dtype, device=settings.device
+    )
     engine = Engine(folder, settings) if rank == 0 else None
     try:
         return train(trainer, engine, folder, settings)
@@ -246,22 +167,22 @@ def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Setti
         console.print(
             f"{'step':>4} {'reward':>7} {'KL':>9} {'refit s':>8} {'bytes':>9} {'version':>8} {'sample s':>9} {'train s':>8}"
         )
-    prompt, answers = 4, len(PROMPTS) * settings.samples
+    answers = len(PROMPTS) * settings.samples
     letters = torch.tensor(json.loads((folder / "letters.json").read_text()))
     report = sender.refit("step-0")
     steps: list[Step] = []
     for step in range(settings.steps):
         begin = time.perf_counter()
-        tokens = torch.empty(answers, prompt + settings.tokens, dtype=torch.int64)
+        tokens = torch.empty(answers, PROMPT + settings.tokens, dtype=torch.int64)
         logprobs = torch.empty(answers, settings.tokens)
         if engine:
             tokens, logprobs = engine.sample()
         dist.broadcast(tokens, 0)
         dist.broadcast(logprobs, 0)
         sampled = time.perf_counter()
-        reward = rewards(tokens, prompt, letters)
+        reward = rewards(tokens, letters)
         mine = torch.arange(rank, answers, dist.get_world_size())
-        own = trainer.step(tokens[mine], prompt, advantages(reward, settings.samples)[mine])
+        own = trainer.step(tokens[mine], advantages(reward, settings.samples)[mine])
         kl = torch.tensor([mean_kl(logprobs[mine], own)], dtype=torch.float64)
         dist.all_reduce(kl)
         trained = time.perf_counter()
@@ -294,13 +215,8 @@ def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Setti
 
 def verdict(steps: list[Step], max_kl: float = MAX_KL) -> list[str]:
     """What is wrong with the run; empty when it learned and the engine always held the trainer's weights."""
-    quarter = max(1, len(steps) // 4)
-    first = sum(s.reward for s in steps[:quarter]) / quarter
-    last = sum(s.reward for s in steps[-quarter:]) / quarter
+    problems = rise_problems([s.reward for s in steps])
     worst = max(steps, key=lambda s: s.kl)
-    problems = []
-    if last - first < MIN_RISE:
-        problems.append(f"the reward did not rise: {first:.3f} in the first quarter, {last:.3f} in the last (wanted +{MIN_RISE})")
     if not worst.kl <= max_kl:
         problems.append(
             f"the engine does not hold the trainer's weights: KL {worst.kl:.1e} at step {worst.step} (at most {max_kl:.0e})"
@@ -366,19 +282,8 @@ def main(settings: Settings | None = None) -> int:
     steps = [Step(**step) for step in found]
     problems = verdict(steps, settings.max_kl)
     seconds = time.perf_counter() - begin
-    record = {
-        "settings": {**asdict(settings), "out": str(settings.out)},
-        "seconds": seconds,
-        "problems": problems,
-        "steps": [asdict(s) for s in steps],
-    }
-    (settings.out / "record.json").write_text(json.dumps(record, indent=1))
     plot(steps, settings.out / "plot.png", settings)
-    console = Console(width=110)
-    console.print(f"{seconds:.0f} s in all; plot and record in {settings.out}")
-    for problem in problems:
-        console.print(f"FAILED: {problem}")
-    return 1 if problems else 0
+    return conclude(settings.out, asdict(settings), found, problems, seconds, "plot and record")
 
 
 app = cyclopts.App(help=(__doc__ or "").partition("\n")[0])

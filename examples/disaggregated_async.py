@@ -12,22 +12,19 @@ the next one, and the refit arrives while its requests run. What that means:
 - `caches="reset_running"`: running requests are preempted at the commit and their keys and values computed anew, so a token
   sampled after the commit depends on the new weights alone. (`"keep"` would go on with the old keys and values.)
 - A batch is trained at most one step after the weights that sampled its oldest token. The loss corrects for that with the ratio
-  of the trainer's probability to the one that the engine reported for each token, cut off at `MAX_RATIO`.
+  of the trainer's probability to the one that the engine reported for each token, cut off at `grpo.MAX_RATIO`.
 
 Writes a JSON record. Exits with 1 when the reward did not rise or a batch was older than one step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,12 +38,10 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script, from any folder
 
 from examples import colocated_sync_rl as sync
+from examples.support.grpo import PROMPT, PROMPTS, Trainer, advantages, rewards, rise_problems
 from examples.support.launch import run_ranks
-
-MAX_RATIO = 2.0
-"""Where the correction for older weights is cut off."""
-START_S = 900.0
-"""Seconds that a server may take to start."""
+from examples.support.record import conclude
+from examples.support.server import vllm_server
 
 
 @Parameter(name="*")
@@ -86,43 +81,13 @@ class Step:
     bytes: int
 
 
-@contextlib.contextmanager
-def serve(folder: Path, settings: Settings) -> Iterator[str]:
-    """A server of the model on loopback; yields its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "tiny"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "64"]
-    command += ["--max-num-seqs", str(len(sync.PROMPTS) * settings.samples), "--kv-cache-memory-bytes", str(64 << 20)]
-    command += ["--worker-extension-cls", "vllm_refit_ext.RefitWorkerExtension", "--seed", str(settings.seed)]
-    values = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    log = settings.out / "server.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=values)
-    try:
-        wait_until_up(f"http://127.0.0.1:{port}", process, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(30)
-
-
-def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when the server answers. Raises RuntimeError with the end of its log when it does not."""
-    import urllib.request
-
-    end = time.monotonic() + START_S
-    while True:
-        if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"the server did not come up:\n{log.read_text(errors='replace')[-4000:]}")
-        with contextlib.suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return
-        time.sleep(0.5)
+def serve(folder: Path, settings: Settings) -> AbstractContextManager[tuple[str, Any]]:
+    """The engine: a server of the model with the extension."""
+    options = ["--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", str(len(PROMPTS) * settings.samples)]
+    options += ["--kv-cache-memory-bytes", str(64 << 20), "--seed", str(settings.seed)]
+    options += ["--worker-extension-cls", "vllm_refit_ext.RefitWorkerExtension"]
+    paths = {"PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p)}
+    return vllm_server(folder, settings.out / "server.log", options, paths)
 
 
 class Sampler:
@@ -135,7 +100,7 @@ class Sampler:
 
         self.client, self.settings = HTTPClient(url), settings
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.prompts = [tokenizer.encode(p, add_special_tokens=False) for p in sync.PROMPTS]
+        self.prompts = [tokenizer.encode(p, add_special_tokens=False) for p in PROMPTS]
         self.serving = 0
         self.running = False
         self._pool = ThreadPoolExecutor(1)
@@ -160,54 +125,13 @@ class Sampler:
         return torch.tensor(tokens), torch.tensor(logprobs), oldest, self.serving
 
 
-class Trainer(sync.Trainer):
-    """The trainer of the synchronous example with a loss for batches that older weights sampled."""
-
-    def step_on(self, tokens: torch.Tensor, prompt: int, advantage: torch.Tensor, sampled: torch.Tensor) -> None:
-        """One step on this rank's share. tokens [n, length], advantage [n], sampled [n, answer]: the engine's
-        log-probabilities.
-        """
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        n, length = tokens.shape
-        positions = torch.arange(length - 1)[None].expand(n, -1)
-        mask = torch.triu(torch.ones(length - 1, length - 1, dtype=torch.bool), 1)[None, None]
-
-        def forward(batches: Any, model: Any) -> Any:
-            logits = model(next(batches)[:, :-1], positions, mask)
-
-            def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                picked = output.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[:, prompt - 1 :, 0]
-                ratio = (picked.detach() - sampled).exp().clamp(max=MAX_RATIO)
-                value = -(ratio * advantage[:, None] * picked).mean()
-                return value, {"loss": value.detach()}
-
-            return logits, loss
-
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter([tokens]),
-            model=self.chunks,
-            num_microbatches=1,
-            seq_length=length - 1,
-            micro_batch_size=n,
-            forward_only=False,
-        )
-        for chunk in self.chunks:
-            chunk.finish_grad_sync()
-        self.optimizer.step()
-
-
 def run_rank(folder: Path, url: str, values: dict[str, Any]) -> list[dict[str, Any]]:
     """What each trainer rank does. `values` are those of `Settings`. Returns the steps."""
     from megatron_sender import MegatronSender
     from megatron_sender.sender import SenderConfig
 
     settings, rank = Settings(**values), dist.get_rank()
-    trainer = Trainer(folder, sync.Settings(learning_rate=settings.learning_rate, seed=settings.seed))
+    trainer = Trainer(folder, learning_rate=settings.learning_rate, seed=settings.seed)
     sampler = Sampler(url, folder, settings) if rank == 0 else None
     sender = MegatronSender(
         trainer.chunks,
@@ -219,11 +143,11 @@ def run_rank(folder: Path, url: str, values: dict[str, Any]) -> list[dict[str, A
     sender.refit("step-0")
     console = Console(force_terminal=False, width=110)
     letters = torch.tensor(json.loads((folder / "letters.json").read_text()))
-    prompt, answers = 4, len(sync.PROMPTS) * settings.samples
+    answers = len(PROMPTS) * settings.samples
     pending = sampler.start() if sampler else None
     steps: list[Step] = []
     for step in range(settings.steps):
-        tokens = torch.empty(answers, prompt + settings.tokens, dtype=torch.int64)
+        tokens = torch.empty(answers, PROMPT + settings.tokens, dtype=torch.int64)
         logprobs, ages = torch.empty(answers, settings.tokens), torch.empty(2, dtype=torch.int64)
         if sampler and pending:
             tokens, logprobs, *found = pending.result()
@@ -231,9 +155,9 @@ def run_rank(folder: Path, url: str, values: dict[str, Any]) -> list[dict[str, A
             pending = sampler.start()  # runs while this rank trains and hands over weights
         for tensor in (tokens, logprobs, ages):
             dist.broadcast(tensor, 0)
-        reward = sync.rewards(tokens, prompt, letters)
+        reward = rewards(tokens, letters)
         mine = torch.arange(rank, answers, dist.get_world_size())
-        trainer.step_on(tokens[mine], prompt, sync.advantages(reward, settings.samples)[mine], logprobs[mine])
+        trainer.step(tokens[mine], advantages(reward, settings.samples)[mine], logprobs[mine])
         before = sampler.running if sampler else False
         report = sender.refit(f"step-{step + 1}")
         if sampler:
@@ -259,13 +183,7 @@ def run_rank(folder: Path, url: str, values: dict[str, Any]) -> list[dict[str, A
 
 def verdict(steps: list[Step]) -> list[str]:
     """What is wrong with the run; empty when it learned and no batch was older than one step."""
-    quarter = max(1, len(steps) // 4)
-    first, last = (sum(s.reward for s in part) / quarter for part in (steps[:quarter], steps[-quarter:]))
-    problems = []
-    if last - first < sync.MIN_RISE:
-        problems.append(
-            f"the reward did not rise: {first:.3f} in the first quarter, {last:.3f} in the last (wanted +{sync.MIN_RISE})"
-        )
+    problems = rise_problems([s.reward for s in steps])
     problems += [f"step {s.step} trained on tokens of step {s.oldest}'s weights" for s in steps if s.step - s.oldest > 1]
     return problems
 
@@ -279,20 +197,13 @@ def main(settings: Settings | None = None) -> int:
     settings.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     folder = sync.make_model(sync.Settings(out=settings.out, seed=settings.seed))
-    with serve(folder, settings) as url:
-        steps = [Step(**s) for s in run_ranks(run_rank, 2, folder, url, asdict(settings), timeout=1200)[0]]
-    problems = verdict(steps)
+    with serve(folder, settings) as (url, _):
+        found = run_ranks(run_rank, 2, folder, url, asdict(settings), timeout=1200)[0]
+    steps = [Step(**step) for step in found]
     seconds = time.perf_counter() - begin
-    record = {"settings": {**asdict(settings), "out": str(settings.out)}, "seconds": seconds, "problems": problems}
-    (settings.out / "record.json").write_text(json.dumps(record | {"steps": [asdict(s) for s in steps]}, indent=1))
-    console = Console(width=110)
     flights = sum(s.in_flight for s in steps)
-    console.print(
-        f"{seconds:.0f} s in all; {flights} of {len(steps)} refits arrived while requests ran; record in {settings.out}"
-    )
-    for problem in problems:
-        console.print(f"FAILED: {problem}")
-    return 1 if problems else 0
+    told = f"{flights} of {len(steps)} refits arrived while requests ran; record"
+    return conclude(settings.out, asdict(settings), found, verdict(steps), seconds, told)
 
 
 app = cyclopts.App(help=(__doc__ or "").partition("\n")[0])

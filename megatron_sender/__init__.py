@@ -4,13 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_sender.config_sender import sender_config as sender_config
     from megatron_sender.sender import MegatronSender as MegatronSender
+    from megatron_sender.sender import SenderConfig as SenderConfig
     from megatron_sender.source import SourceMap as SourceMap
     from megatron_sender.source import source_map as source_map
 
-_HOMES = {"MegatronSender": "sender", "SourceMap": "source", "source_map": "source"}
+_HOMES = {
+    "MegatronSender": "sender",
+    "SenderConfig": "sender",
+    "SourceMap": "source",
+    "sender_config": "config_sender",
+    "source_map": "source",
+}
 
-__all__ = ["MegatronSender", "SourceMap", "source_map"]
+__all__ = ["MegatronSender", "SenderConfig", "SourceMap", "sender_config", "source_map"]
 
 
 def __getattr__(name: str) -> Any:

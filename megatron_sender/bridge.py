@@ -6,6 +6,9 @@ keep state of earlier collectives, which is wrong after weights were moved.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +180,22 @@ class BridgeView:
                 do="Merge the adapters into the base weights before the source map is made.",
             )
         return None
+
+
+@contextlib.contextmanager
+def known_missing(package: str) -> Iterator[None]:
+    """Within the context an import of `package`, where it is not installed, fails without looking for it once more.
+
+    The bridge tries to import ModelOpt for every tensor that it looks at, and a failed search takes longer than all the rest.
+    """
+    absent = package not in sys.modules and importlib.util.find_spec(package) is None
+    if absent:
+        sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if absent:
+            sys.modules.pop(package, None)
 
 
 def _names(model: torch.nn.Module) -> Iterator[str]:

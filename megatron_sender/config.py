@@ -130,14 +130,13 @@ class Engine(Part, frozen=True, kw_only=True):
         Literal["auto", "flashinfer_trtllm", "marlin", "deep_gemm", "triton", "flashinfer_cutlass"],
         Meta(description="vLLM's MoE kernels; they decide the layout that is written."),
     ] = "auto"
-    kv_cache_dtype: Annotated[
-        Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"],
-        Meta(description="With an FP8 cache the KV scales are derived tensors, refreshed at each commit."),
-    ] = "auto"
     eplb: Annotated[bool, Meta(description="Expert load balancing. Refused: it moves experts after the plan is made.")] = False
     draft: Annotated[
         Literal["none", "mtp"],
-        Meta(description="`mtp`: the engine drafts with the model's own MTP layers, which are refitted too."),
+        Meta(
+            description="`mtp`: the engine drafts with the model's own MTP layers, which take memory and keep the weights that "
+            "they started with: draft models are not refitted. Worse drafts cost time, never a wrong token."
+        ),
     ] = "none"
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of a GPU's memory that the engine may take.")
@@ -170,20 +169,19 @@ class Refit(Part, frozen=True, kw_only=True):
             "`ipc`, staged for the others."
         ),
     ] = None
-    bucket_bytes: Annotated[int, Meta(ge=4096, le=1 << 40, description="Size of one staging buffer. A larger tensor is cut.")] = (
-        256 << 20
-    )
-    buckets: Annotated[int, Meta(ge=2, le=64, description="Staging buffers in the ring.")] = 2
+    bucket_bytes: Annotated[
+        int,
+        Meta(ge=4096, le=1 << 40, description="Most payload of one message of a wire that stages; each holds two such buffers."),
+    ] = 256 << 20
     prequantize: Annotated[
         bool, Meta(description="The sender quantises its shards, so MXFP8 travels. Off: BF16 travels, the writer quantises.")
     ] = False
-    version_policy: Annotated[
-        Literal["unique", "repeatable"],
-        Meta(description="`unique`: a version string that was served before is refused. `repeatable`: it may come again."),
-    ] = "unique"
     running_requests: Annotated[
         Literal["wait", "abort", "keep"],
-        Meta(description="Requests in flight when a refit starts (vLLM's pause modes). `keep`: they go on with the new weights."),
+        Meta(
+            description="How the training loop pauses the engine before a refit (vLLM's pause modes); the preflight holds it "
+            "against `caches`. `keep`: requests in flight go on with the new weights."
+        ),
     ] = "wait"
     caches: Annotated[
         CachePolicy,

@@ -29,6 +29,17 @@ setting.
 
     recipe = check_refit_support(load_recipe("examples/recipes/qwen3-30b-a3b-mxfp8-async.yaml"))
 
+`vllm-refit plan RECIPE` plans it at full size on a machine without a GPU (docs/planning.md). In the trainer, `sender_config`
+turns the `refit` part into the sender's settings; what a recipe does not know is given beside it:
+
+    from megatron_sender import MegatronSender, sender_config
+
+    sender = MegatronSender(model_chunks, bridge, engine, sender_config(recipe, unused=unread))
+
+`unread` are the checkpoint names that no engine reads, such as multi-token prediction layers: `vllm-refit plan RECIPE --json`
+lists them under that name. A recipe's wire `ipc` is the sender's `ipc` in mode direct and its `ipc_staged` in mode staged.
+`running_requests` and `max_steps_off` are for the training loop to keep; the preflight holds them against the rest.
+
 This page is generated from the schema by `python -m megatron_sender.config_docs`.
 """
 
@@ -111,7 +122,8 @@ def recipes_page(folder: Path) -> str:
     lines += [
         "## Shipped recipes",
         "",
-        "Gigabytes (1e9 bytes) are lower bounds of weights a rank, from the model's matrices alone.",
+        "Gigabytes (1e9 bytes) are lower bounds of weights a rank, from the model's matrices alone. docs/planning.md has what",
+        "planning each at full size gave and cost.",
         "",
     ]
     head = ("recipe", "what", "placement", "wire", "trainer GB a rank", "engine GB a rank")

@@ -8,23 +8,23 @@ parallel groups, which the bridge's mappings ask for, so a rank is played by tel
 from __future__ import annotations
 
 import contextlib
-import importlib
-import math
-import sys
+import importlib.util
+import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from torch.overrides import TorchFunctionMode
 
+from megatron_sender import local_spec
 from megatron_sender.config import Parallelism, Recipe
+from megatron_sender.ground import stand_in_for_transformer_engine, without_cuda
+from megatron_sender.local_hybrid import hybrid_modules, hybrid_spec
 from megatron_sender.source import SourceMap, source_map
 from vllm_refit_ext.core.errors import ConfigError, Problem
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Placements, concatenate
+from vllm_refit_ext.stand_ins import LargeOnMeta, Members, quiet
 
 LARGE = 1 << 12
 """Elements from which a new tensor has no storage. Smaller ones may be tables that are computed with."""
@@ -57,23 +57,24 @@ def place_of(rank: int, world_size: int, p: Parallelism) -> Place:
 def trainer_placements(recipe: Recipe) -> Offered:
     """The manifest and the sources of all ranks of the recipe's trainer.
 
-    Needs Megatron-Core and Megatron-Bridge, and Transformer Engine or this project's source checkout, whose examples bring
-    stand-ins. Must run where torch.distributed is not initialised. Raises ConfigError.
+    Needs Megatron-Core and Megatron-Bridge; where Transformer Engine or mamba_ssm is missing, Megatron's own layers and
+    stand-ins that hold the same parameters. Must run where torch.distributed is not initialised. Raises ConfigError.
     """
     p, world = recipe.trainer.parallelism, recipe.trainer.world_size
-    settings = _ground()
     known: dict[Place, SourceMap] = {}
     tables: list[Placements] = []
-    for stage in range(p.pp):
-        ranks = range(stage * (world // p.pp), (stage + 1) * (world // p.pp))
-        with _fake_groups(ranks[0], world):
-            bridge, chunks = _build(recipe, settings)
-            for rank in ranks:
-                place = place_of(rank, world, p)
-                if place not in known:
-                    with _played(chunks, place, p):
-                        known[place] = source_map(chunks, bridge, rank=rank)
-                tables.append(_as_rank(known[place].placements, rank))
+    local = _is_local()
+    with _megatron(local):
+        for stage in range(p.pp):
+            ranks = range(stage * (world // p.pp), (stage + 1) * (world // p.pp))
+            with _fake_groups(ranks[0], world):
+                bridge, chunks = _build(recipe, local)
+                for rank in ranks:
+                    place = place_of(rank, world, p)
+                    if place not in known:
+                        with _played(chunks, place, p):
+                            known[place] = source_map(chunks, bridge, rank=rank)
+                    tables.append(known[place].placements.as_rank(rank))
     return Offered(_manifest(known), concatenate(tables))
 
 
@@ -92,76 +93,94 @@ def _manifest(known: Mapping[Place, SourceMap]) -> Manifest:
     return Manifest(tensors, {a: n for a, n in aliases.items() if a not in tensors and n in tensors})
 
 
-def _as_rank(table: Placements, rank: int) -> Placements:
-    buffers = [msgspec.structs.replace(b, rank=rank) for b in table.buffers]
-    return Placements(table.names, buffers, table.tensor, table.buffer, table.lo, table.hi, table.offset, table.strides)
+def _is_local() -> bool:
+    """Whether Megatron's own layers are planned with, because Transformer Engine's can't be built here."""
+    return importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available()
 
 
-def _ground() -> dict[str, Any]:
-    """Import Megatron; provider settings for where Transformer Engine is missing."""
-    try:
-        import transformer_engine  # noqa: F401
-    except ImportError:
-        root = Path(__file__).resolve().parents[1]
-        if not (root / "examples" / "support").is_dir():
-            do = "install Transformer Engine, or run from a source checkout, whose examples do without it"
-            raise ConfigError(
-                "Megatron's layers can't be built here", where="Transformer Engine", got="not installed", do=do
-            ) from None
-        sys.path.append(str(root))
-        tiny_model: Any = importlib.import_module("examples.support.tiny_model")
-
-        tiny_model.import_megatron()
-        return {"plain": tiny_model._plain_settings}
-    return {}
+@contextlib.contextmanager
+def _megatron(local: bool) -> Iterator[None]:
+    """Megatron imported, and silent."""
+    # The bridge prints what it makes of each mapping.
+    with quiet(), contextlib.redirect_stdout(io.StringIO()):
+        if local:
+            stand_in_for_transformer_engine()
+        with without_cuda() if local else contextlib.nullcontext():
+            import megatron.bridge  # noqa: F401
+        if local:
+            local_spec.use_local_prediction_layers()
+        yield
 
 
-def _build(recipe: Recipe, ground: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+@contextlib.contextmanager
+def _ground(local: bool) -> Iterator[None]:
+    """What modules are built on. It is left before they are looked at: it sees every call of torch."""
+    with contextlib.ExitStack() as stack:
+        if local:
+            stack.enter_context(without_cuda())
+            stack.enter_context(hybrid_modules())
+        yield
+
+
+def _build(recipe: Recipe, local: bool) -> tuple[Any, list[Any]]:
     """The bridge and this rank's model chunks, without storage."""
     import transformers
     from megatron.bridge import AutoBridge
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import Float16Module
 
     fields = dict(recipe.model.hf_config) if isinstance(recipe.model.hf_config, Mapping) else {}
     config = transformers.AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
     p = recipe.trainer.parallelism
     dtype = getattr(torch, recipe.trainer.dtype)
     bridge = AutoBridge.from_hf_config(config)
-    with _quiet():
-        provider = bridge.to_megatron_provider(load_weights=False)
-        settings = {
-            **(ground["plain"](provider) if "plain" in ground else {}),
-            "tensor_model_parallel_size": p.tp,
-            "pipeline_model_parallel_size": p.pp,
-            "virtual_pipeline_model_parallel_size": p.vpp,
-            "expert_model_parallel_size": p.ep,
-            "expert_tensor_parallel_size": p.etp,
-            "context_parallel_size": p.cp,
-            "sequence_parallel": p.tp > 1,
-            "params_dtype": dtype,
-            "pipeline_dtype": dtype,
-            "bf16": recipe.trainer.dtype == "bfloat16",
-            "fp16": recipe.trainer.dtype == "float16",
-            "perform_initialization": False,
-            "use_cpu_initialization": True,
-            "num_layers_in_first_pipeline_stage": p.first_stage_layers,
-            "num_layers_in_last_pipeline_stage": p.last_stage_layers,
-            "pipeline_model_parallel_layout": p.pipeline_layout,
-            "account_for_embedding_in_pipeline_split": p.embedding_counts_as_layer,
-            "account_for_loss_in_pipeline_split": p.loss_counts_as_layer,
-        }
-        for name, value in settings.items():
-            setattr(provider, name, value)
-        provider.finalize()
-        provider.initialize_model_parallel(seed=1)
-        provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-        try:
-            with _OnMeta():
-                chunks = [provider.provide(vp_stage=i if p.vpp else None) for i in range(p.vpp or 1)]
-        except ImportError as error:
-            do = "install what Megatron asks for; no GPU is needed to plan"
-            raise ConfigError("Megatron can't build this model here", where="model", got=str(error)[:300], do=do) from None
+    provider = bridge.to_megatron_provider(load_weights=False)
+    settings = {
+        **(_local_settings(provider) if local else {}),
+        "tensor_model_parallel_size": p.tp,
+        "pipeline_model_parallel_size": p.pp,
+        "virtual_pipeline_model_parallel_size": p.vpp,
+        "expert_model_parallel_size": p.ep,
+        "expert_tensor_parallel_size": p.etp,
+        # Ranks of a context parallel group hold equal weights, and Megatron's own attention is built for one rank alone.
+        "context_parallel_size": 1 if local else p.cp,
+        "sequence_parallel": p.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": recipe.trainer.dtype == "bfloat16",
+        "fp16": recipe.trainer.dtype == "float16",
+        "perform_initialization": False,
+        "use_cpu_initialization": True,
+        "num_layers_in_first_pipeline_stage": p.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": p.last_stage_layers,
+        "pipeline_model_parallel_layout": p.pipeline_layout,
+        "account_for_embedding_in_pipeline_split": p.embedding_counts_as_layer,
+        "account_for_loss_in_pipeline_split": p.loss_counts_as_layer,
+    }
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    try:
+        with _ground(local), LargeOnMeta(LARGE, placed=True):
+            provider.finalize()
+            provider.initialize_model_parallel(seed=1)
+            provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+            chunks = [provider.provide(vp_stage=i if p.vpp else None) for i in range(p.vpp or 1)]
+    except ImportError as error:
+        do = "install what Megatron asks for; no GPU is needed to plan"
+        raise ConfigError("Megatron can't build this model here", where="model", got=str(error)[:300], do=do) from None
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ConfigError("Megatron refuses to build this trainer", where="trainer.parallelism", got=str(error)[:300]) from error
+    if dtype != torch.float32:
+        for chunk in chunks:
+            Float16Module(provider, chunk)  # casts in place what a trainer's wrapper casts; the wrapper itself is not needed
     return bridge, chunks
+
+
+def _local_settings(provider: Any) -> dict[str, Any]:
+    settings = local_spec.plain_settings(provider)
+    if hasattr(provider, "hybrid_stack_spec"):
+        settings |= {"hybrid_stack_spec": hybrid_spec, "transformer_layer_spec": None}
+    return {name: value for name, value in settings.items() if hasattr(provider, name)}
 
 
 @contextlib.contextmanager
@@ -188,25 +207,12 @@ def _fake_groups(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Numbers:
-    """Stands for a process group: the bridge asks it for size and rank."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-
 class _Groups:
     """The groups of one rank, as Megatron's ProcessGroupCollection names them."""
 
     def __init__(self, place: Place, p: Parallelism) -> None:
-        self.tp, self.pp = _Numbers(p.tp, place.tp), _Numbers(p.pp, place.pp)
-        self.ep, self.expt_tp = _Numbers(p.ep, place.ep), _Numbers(p.etp, place.etp)
+        self.tp, self.pp = Members(p.tp, place.tp), Members(p.pp, place.pp)
+        self.ep, self.expt_tp = Members(p.ep, place.ep), Members(p.etp, place.etp)
 
 
 @contextlib.contextmanager
@@ -221,33 +227,3 @@ def _played(chunks: list[Any], place: Place, p: Parallelism) -> Iterator[None]:
     finally:
         for owner, groups in zip(owners, before, strict=True):
             owner.pg_collection = groups
-
-
-class _OnMeta(TorchFunctionMode):
-    """Makes large new tensors on the meta device."""
-
-    FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self.FACTORIES:
-            size = args[0] if args and isinstance(args[0], list | tuple) else kwargs.get("size", args)
-            if math.prod(n for n in size if isinstance(n, int)) >= LARGE:
-                kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Megatron's reports about missing kernels and its own deprecations are no news here."""
-    import io
-    import logging
-    import warnings
-
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)

@@ -14,6 +14,10 @@ MXFP8_BYTES = 1 + 1 / 32
 """Bytes of an MXFP8 element with its share of the scale."""
 
 
+STAGING_BUFFERS = 2
+"""Of each wire that stages: one is filled while the other is read."""
+
+
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that one rank needs at a refit, at least: matrices spread evenly over the ranks, small tensors left out."""
 
@@ -127,7 +131,7 @@ def _check_source_blocks(recipe: Recipe, model: ModelShape) -> list[Problem]:
 def refit_memory(recipe: Recipe, model: ModelShape) -> list[Memory]:
     """What a trainer rank and a rank of each engine need at a refit, at least. First the trainer, then the engines in order."""
     refit, p = recipe.refit, recipe.trainer.parallelism
-    ring = refit.buckets * refit.bucket_bytes if refit.effective_mode() == "staged" else 0
+    ring = STAGING_BUFFERS * refit.bucket_bytes if refit.effective_mode() == "staged" else 0
     dense = sum(m.elements for m in model.matrices if not m.cut.startswith("expert"))
     expert = sum(m.elements for m in model.matrices if m.cut.startswith("expert"))
     # Replicated matrices count as cut, which keeps this a lower bound.

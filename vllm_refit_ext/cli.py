@@ -86,21 +86,25 @@ def bench(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
 
 
 @app.command
-def verify(url: list[str], /, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+def verify(url: list[str], /, *, checkpoint: Path | None = None, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     """Ask running engines what they serve: state and version of every rank, and whether engines of one size hold the same bytes.
 
     Parameters
     ----------
     url:
         vLLM servers with VLLM_SERVER_DEV_MODE=1, such as http://127.0.0.1:8000.
+    checkpoint:
+        Folder of safetensors files that every engine is compared with too, tensor by tensor. The engines plan for it, so a
+        trainer that had prepared must prepare again.
     json:
         Print one JSON document instead of a table.
 
-    Exits with 1 when a rank is torn, ranks serve different versions, or engines of one size differ.
+    Exits with 1 when a rank is torn, ranks serve different versions, engines of one size differ, or a tensor is not the
+    checkpoint's.
     """
     from vllm_refit_ext.cli_verify import ask, table
 
-    answer = ask(url)
+    answer = ask(url, checkpoint)
     if json:
         _print_json(answer)
     else:

@@ -6,26 +6,26 @@ import contextlib
 import functools
 import logging
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
-from vllm_refit_ext.core.digest import row_strides
-from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import ConfigError
-from vllm_refit_ext.core.manifest import Manifest
-from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
+from vllm_refit_ext.core.manifest import Manifest, whole_tensors
+from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import distances
-from vllm_refit_ext.plan_report import Links, PlanReport, Tally, grouped
+from vllm_refit_ext.plan_floor import Links, direct
+from vllm_refit_ext.plan_report import PlanReport, Tally, grouped
 
 if TYPE_CHECKING:
     from megatron_sender.config import Engine, Recipe
     from vllm_refit_ext.receiver.routes import Routes
+
+ROWS_AT_ONCE = 1 << 19
+"""Target rows that are planned together. Engines of one shape are alike, and the trainer's side is then sorted less often."""
 
 
 def plan_recipe(path: Path) -> PlanReport:
@@ -35,28 +35,19 @@ def plan_recipe(path: Path) -> PlanReport:
     from megatron_sender.config_load import load_recipe
     from megatron_sender.offline import trainer_placements
     from megatron_sender.preflight import check_refit_support
+    from vllm_refit_ext.stand_ins import quiet
 
     recipe = check_refit_support(load_recipe(path))
-    with _quiet():
+    # What vLLM and Megatron have to say about a machine without a GPU is no news here, and standard output is the report's.
+    with quiet(logging.ERROR), contextlib.redirect_stdout(sys.stderr):
         offered = trainer_placements(recipe)
         return report(recipe, offered.manifest, offered.sources)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What vLLM and Megatron have to say about a machine without a GPU is no news here, and standard output is the report's."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
 def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanReport:
     """The report for trainer ranks that hold `sources`."""
+    from megatron_sender.config_sender import wire_name
+
     sizes = [e.tp * e.pp for e in recipe.engines for _ in range(e.count * e.dp)]
     tally = Tally(recipe.trainer.world_size, sum(sizes))
     h, (trainers, engines) = recipe.hardware, _gpus(recipe, sum(sizes))
@@ -79,17 +70,22 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
         tables = [_targets(r, manifest) for r in routes]
         path_of = functools.partial(_path, computed=computed, held=held, recipe=recipe, engine=engine)
         coded = held if recipe.refit.prequantize else _nothing
-        for _ in range(engine.count * engine.dp):
-            plan = build_plan(manifest, sources, concatenate([_as_rank(t, first + i) for i, t in enumerate(tables)]), away)
+        left, together = engine.count * engine.dp, max(1, ROWS_AT_ONCE // max(1, sum(map(len, tables))))
+        while left:
+            now = min(left, together)
+            places = [table.as_rank(first + i) for i, table in enumerate(tables * now)]
+            plan = build_plan(manifest, sources, concatenate(places), away)
             tally.add(plan, path_of, coded)
             read |= {plan.names[t] for t in np.unique(plan.tensor)}
-            first += len(tables)
+            first, left = first + len(places), left - now
         for r in routes:
             dropped |= r.dropped
     for why, names in grouped({n: dropped.get(n, "no engine reads it") for n in manifest.tensors if n not in read}).items():
         tally.note("goes nowhere", why, names)
     links = Links(h.copy_bytes_per_second, h.host_bytes_per_second, h.network_bytes_per_second)
-    return tally.report(recipe.name, recipe.refit.wire, (trainers, engines), h.gpus_per_host, links)
+    # Every edge travels by itself here. A wire that passes bytes on at another rank gives its own traffic instead.
+    traffic = direct(tally.bytes, (trainers, engines))
+    return tally.report(recipe.name, recipe.model.name, wire_name(recipe.refit), traffic, h.gpus_per_host, links)
 
 
 def _gpus(recipe: Recipe, engines: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -120,19 +116,8 @@ def _targets(routes: Routes, manifest: Manifest) -> Placements:
     names = [name for name in routes.computed if name in manifest.tensors]
     if not names:
         return routes.placements
-    rank = routes.placements.buffers[0].rank if routes.placements.buffers else 0
-    specs = [manifest.tensors[name] for name in names]
-    buffers = [Buffer(name, rank, s.dtype, s.shape, "checkpoint") for name, s in zip(names, specs, strict=True)]
-    rows = [
-        Placement(name, i, (0,) * len(s.shape), s.shape, 0, tuple(n * ITEMSIZE[s.dtype] for n in row_strides(s.shape)))
-        for i, (name, s) in enumerate(zip(names, specs, strict=True))
-    ]
-    return concatenate([routes.placements, Placements.from_rows(buffers, rows)])
-
-
-def _as_rank(table: Placements, rank: int) -> Placements:
-    buffers = [msgspec.structs.replace(b, rank=rank) for b in table.buffers]
-    return Placements(table.names, buffers, table.tensor, table.buffer, table.lo, table.hi, table.offset, table.strides)
+    whole = whole_tensors(Manifest({name: manifest.tensors[name] for name in names}))
+    return concatenate([routes.placements, whole])
 
 
 def _quantised(recipe: Recipe, engine: Engine) -> Callable[[str], bool]:

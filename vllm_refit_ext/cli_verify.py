@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """One engine: its address, and each rank's status and digests."""
+    """One engine: its address, each rank's status and digests, and by rank as text what the checkpoint says that they must be."""
 
     url: str
     ranks: list[Status]
     digests: list[VerifyReply]
+    wanted: dict[str, dict[str, str]] = {}
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -30,16 +32,27 @@ class Answer(msgspec.Struct, frozen=True):
     problems: list[Problem]
 
 
-def ask(urls: Sequence[str]) -> Answer:
-    """Status and digests of every rank. Raises WireError for a server that can't be reached, VerifyError for ranks without
-    digests.
+def ask(urls: Sequence[str], checkpoint: Path | None = None) -> Answer:
+    """Status and digests of every rank; with `checkpoint`, a folder of safetensors files, compared with those of its tensors.
+
+    An engine that is compared with a checkpoint plans for it: what a trainer had prepared is forgotten. Raises WireError for a
+    server that can't be reached, VerifyError for ranks without digests, ConfigError and PlanError for a checkpoint that can't be
+    read or does not fit the engine.
     """
+    held = None
+    if checkpoint is not None:
+        from vllm_refit_ext.checkpoint import Checkpoint
+
+        held = Checkpoint(checkpoint)
     engines = []
     for url in urls:
         client = HTTPClient(url)
+        wanted: dict[str, dict[str, str]] = {}
+        if held is not None and all(r.state != "torn" for r in client.status()):
+            wanted = {str(rank): names for rank, names in held.digests(client.prepare(held.offer())).items()}
         ranks = client.status()
         ready = all(r.state == "ready" for r in ranks)
-        engines.append(EngineState(url, ranks, client.verify() if ready else []))
+        engines.append(EngineState(url, ranks, client.verify() if ready else [], wanted))
     return Answer(engines, problems(engines))
 
 
@@ -55,6 +68,8 @@ def problems(engines: Sequence[EngineState]) -> list[Problem]:
     if len(versions) > 1:
         got = ", ".join(sorted(repr(v) for v in versions))
         found.append(Problem("ranks serve different versions", "engines", got, "one version", "run a full refit"))
+    for e in engines:
+        found += _against_checkpoint(e)
     first: dict[int, EngineState] = {}
     for e in engines:
         other = first.setdefault(len(e.ranks), e)
@@ -63,6 +78,23 @@ def problems(engines: Sequence[EngineState]) -> list[Problem]:
             if names:
                 what = f"{len(names)} tensor(s) differ from {other.url}, the first is {names[0]!r}"
                 found.append(Problem(what, f"{e.url} rank {mine.rank}", do="run a full refit of both"))
+    return found
+
+
+def _against_checkpoint(engine: EngineState) -> list[Problem]:
+    """Tensors of a rank that are not the checkpoint's, and those whose bytes it can't read back."""
+    found = []
+    for reply in engine.digests:
+        wanted, where = engine.wanted.get(str(reply.rank), {}), f"{engine.url} rank {reply.rank}"
+        differs = [n for n, digest in wanted.items() if reply.digests.get(n, digest) != digest]
+        unread = [n for n in wanted if n not in reply.digests]
+        if differs:
+            what = f"{len(differs)} tensor(s) are not the checkpoint's, the first is {differs[0]!r}"
+            found.append(Problem(what, where, do="run a full refit, or name the checkpoint that it serves"))
+        if unread:
+            what = f"{len(unread)} tensor(s) can't be read back from the engine's layout, the first is {unread[0]!r}"
+            do = "refit it once: then digests of what was handed to the engine's own reload are kept"
+            found.append(Problem(what, where, do=do))
     return found
 
 

@@ -7,16 +7,16 @@ enough for milliseconds a step, and their sizes differ from each other, so that 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from examples.support import local_spec, megatron_cpu
+from examples.support import megatron_cpu
+from megatron_sender import local_spec
+from vllm_refit_ext.stand_ins import quiet
 
 BYTES, PAD, BOS, EOS = 256, 256, 257, 258
 """The tokenizer: one token for each of 256 bytes, then padding, begin and end."""
@@ -135,18 +135,6 @@ def _save_tokenizer(folder: str | Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Megatron reports each missing fused kernel on import and each weight on load. None of it is news here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)
-
-
 def import_megatron() -> None:
     """Import everything that `build_megatron` needs (6 to 20 s), with this machine's allowances in place."""
     with quiet():
@@ -196,7 +184,7 @@ def build_megatron(
         bridge = AutoBridge.from_hf_pretrained(str(folder), torch_dtype=getattr(torch, dtype))
         provider = bridge.to_megatron_provider(load_weights=load)
         settings = {
-            **_plain_settings(provider),
+            **local_spec.plain_settings(provider),
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
             "virtual_pipeline_model_parallel_size": vpp,
@@ -225,26 +213,3 @@ def build_megatron(
                 fp16=dtype == "float16",
             )
     return bridge, chunks
-
-
-def _plain_settings(provider: Any) -> dict[str, Any]:
-    """Settings that need no fused kernel. They change speed, never names or shapes of parameters."""
-    fusions = (
-        "gradient_accumulation_fusion",
-        "apply_rope_fusion",
-        "masked_softmax_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "cross_entropy_loss_fusion",
-        "moe_permute_fusion",
-        "moe_shared_expert_overlap",
-        "persist_layer_norm",
-    )
-    return {
-        "transformer_layer_spec": local_spec.layer_spec,
-        "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_aux_loss_coeff": 0.0,
-        "perform_initialization": True,
-        **{name: False for name in fusions if hasattr(provider, name)},
-    }

@@ -17,13 +17,12 @@ from examples.disaggregated_async import Step, verdict
 from examples.support.tiny_model import save_model
 from tests.support.engines import SETTINGS, environment, set_environment
 from vllm_refit_ext.client import AsyncLLMClient
-from vllm_refit_ext.core.manifest import parse_state_dict_info
+from vllm_refit_ext.core.manifest import parse_state_dict_info, whole_tensors
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.placement import concatenate
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import unpack_placements
-from vllm_refit_ext.receiver.session import whole_tensors
 from vllm_refit_ext.wires import collective
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]

@@ -9,17 +9,17 @@ import contextlib
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from examples.support.server import vllm_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ("Hello refit", "abc", "1 2 3 4 5")
@@ -211,48 +211,9 @@ def open_server(folder: str | Path, *options: str, ranks: int = 1, start_s: floa
     """`vllm serve` of the checkpoint in `folder` with vLLM's development routes, ended on exit. `options`: more of its
     options.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "tiny"]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "256",
-        "--max-num-seqs",
-        "8",
-    ]
-    command += ["--kv-cache-memory-bytes", str(32 << 20), "--tensor-parallel-size", str(ranks), *options]
+    bounded = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(32 << 20)]
+    bounded += ["--tensor-parallel-size", str(ranks)]
     with tempfile.TemporaryDirectory() as place:
         log = Path(place) / "server.log"
-        with log.open("wb") as out:
-            values = os.environ | environment(ranks, VLLM_SERVER_DEV_MODE="1")
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=values, cwd=place)
-        server = Server(f"http://127.0.0.1:{port}", log, process)
-        try:
-            _wait_until_up(server, start_s)
-            yield server
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(30)
-
-
-def _wait_until_up(server: Server, start_s: float) -> None:
-    deadline = time.monotonic() + start_s
-    while True:
-        if server.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the server did not come up:\n{server.log.read_text(errors='replace')[-4000:]}")
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            if server.call("/health")[0] == 200:
-                return
-        time.sleep(0.5)
+        with vllm_server(folder, log, [*bounded, *options], environment(ranks), start_s) as (url, process):
+            yield Server(url, log, process)

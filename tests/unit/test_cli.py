@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import io
 import json
+import types
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from vllm_refit_ext import cli, cli_verify
+from megatron_sender.config_load import load_recipe
+from vllm_refit_ext import cli, cli_plan, cli_verify
 from vllm_refit_ext.core.errors import ConfigError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import Status, VerifyReply
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.plan_report import Links, Tally, floor, grouped, size, spread, tables
+from vllm_refit_ext.plan_floor import Links, Traffic, crossed, direct, floor, reckoned, size
+from vllm_refit_ext.plan_report import Tally, grouped, spread, tables
+
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 
 
 def call(*arguments: str) -> int:
@@ -45,7 +51,7 @@ def report(coded: bool = False):
     tally = Tally(2, 2)
     tally.add(one_plan(), lambda name: ("copied", f"why {name}"), lambda name: coded and name == "a")
     tally.note("goes nowhere", "no engine reads it", ["c", "d"])
-    return tally.report("tiny", "collective", (range(2), range(8, 10)), 8, Links(network=100.0))
+    return tally.report("tiny", "a/model", "collective", direct(tally.bytes, (range(2), range(8, 10))), 8, Links(network=100.0))
 
 
 def test_a_report_adds_up():
@@ -56,22 +62,61 @@ def test_a_report_adds_up():
     assert found.nbytes == sum(e.nbytes for e in found.edges) == sum(p.nbytes for p in found.paths)
     assert found.tensors == 4
     assert {(p.path, p.tensors, p.nbytes) for p in found.paths} == {("copied", 1, 256), ("copied", 1, 64), ("goes nowhere", 2, 0)}
-    assert found.seconds == pytest.approx(2.88)
-    assert found.bottleneck == "GPU 8 receives"
+    assert found.seconds == found.floor.seconds == pytest.approx(2.88)
+    assert found.floor.gpu == "GPU 8 receives"
+    assert found.crossing_hosts == 1.0
+    assert found.unread == ["c", "d"]
 
 
 def test_what_travels_as_mxfp8_counts_with_its_scales():
     assert report(coded=True).nbytes == 128 * 33 // 32 + 64
 
 
-def test_the_floor_takes_the_slowest_link_of_each_pair():
-    nbytes = np.array([[100, 200, 300]])
+def reckon(nbytes: list[list[int]], place: tuple[list[int], list[int]], links: Links):
+    traffic = direct(np.array(nbytes), place)
+    return floor(traffic, crossed(traffic, 8, links))
+
+
+def test_the_floor_is_the_sum_of_what_the_busiest_gpu_sends_over_each_link():
     links = Links(copy=1000.0, host=100.0, network=10.0)
-    seconds, need, bottleneck = floor(nbytes, ([0], [0, 1, 8]), 8, links)
-    assert seconds == pytest.approx(2 * 100 / 1000 + 200 / 100 + 300 / 10)
-    assert (need, bottleneck) == ("", "GPU 0 sends")
-    assert floor(nbytes, ([0], [0, 1, 8]), 8, Links(copy=1.0, host=1.0))[:2] == (None, "hardware.network_bytes_per_second")
-    assert floor(nbytes * 0, ([0], [0, 1, 8]), 8, Links())[0] == 0.0
+    found = reckon([[100, 200, 300]], ([0], [0, 1, 8]), links)
+    parts = [(p.link, p.nbytes, p.factor, p.speed, p.seconds) for p in found.parts]
+    assert parts == [
+        ("within a GPU", 100, 2, 1000.0, 0.2),
+        ("between GPUs of a host", 200, 1, 100.0, 2.0),
+        ("between hosts", 300, 1, 10.0, 30.0),
+    ]
+    assert found.seconds == pytest.approx(sum(p.seconds for p in found.parts))
+    assert (found.need, found.gpu) == ("", "GPU 0 sends")
+
+
+def test_a_speed_that_the_floor_needs_and_lacks_is_named():
+    found = reckon([[100, 200, 300]], ([0], [0, 1, 8]), Links(copy=1.0, host=1.0))
+    assert (found.seconds, found.need) == (None, "hardware.network_bytes_per_second")
+    assert "hardware.network_bytes_per_second" in reckoned(found)
+    assert reckon([[0, 0]], ([0], [0, 1]), Links()).seconds == 0.0
+
+
+def test_bytes_that_are_passed_on_count_at_every_gpu_they_cross():
+    """Trainer GPU 0 gives GPU 8 its bytes, which hands them on to GPUs 9 and 10 of its host."""
+    traffic = Traffic(np.array([0, 8, 8]), np.array([8, 9, 10]), np.array([100, 100, 100]))
+    kinds = crossed(traffic, 8, Links(host=100.0, network=50.0))
+    assert [int(traffic.nbytes[k.rows].sum()) for k in kinds] == [0, 200, 100]
+    found = floor(traffic, kinds)
+    assert (found.seconds, found.gpu) == (2.0, "GPU 0 sends")
+    slow = floor(traffic, crossed(traffic, 8, Links(host=50.0, network=100.0)))
+    assert (slow.seconds, slow.gpu) == (4.0, "GPU 8 sends")
+
+
+def test_the_share_between_hosts():
+    tally = Tally(1, 2)
+    tally.bytes[:] = [[300, 100]]
+    found = tally.report("r", "m", "collective", direct(tally.bytes, ([0], [1, 8])), 8, Links(host=1e3, network=1e2))
+    assert found.crossing_hosts == 0.25
+    assert [(c.link, c.nbytes) for c in found.crossings] == [("between GPUs of a host", 300), ("between hosts", 100)]
+    assert reckoned(found.floor) == (
+        "1.3 s at least: GPU 0 sends 300 B between GPUs of a host / 1 kB/s = 0.3 s + 100 B between hosts / 100 B/s = 1 s"
+    )
 
 
 def test_numbers_for_people():
@@ -88,7 +133,14 @@ def test_tables_have_what_people_look_for():
     for table in tables(report(), edges=True):
         console.print(table)
     text = console.export_text()
-    for word in ("tiny", "collective", "goes nowhere", "no engine reads it", "GPU 8 receives", "edges"):
+    for word in (
+        "tiny",
+        "collective",
+        "goes nowhere",
+        "no engine reads it",
+        "GPU 8 receives 288 B between hosts / 100 B/s = 2.88 s",
+        "edges",
+    ):
         assert word in text
 
 
@@ -165,3 +217,32 @@ def test_a_plan_is_told_the_slowest_of_equal_links():
 
     speeds = [Speed("host_bytes_per_second", f"GPU 0 to GPU {i}", 1, 1.0, rate) for i, rate in enumerate((3e11, 1e11, 2e11))]
     assert Measured("cuda", speeds, {}).hardware() == {"device": "cuda", "host_bytes_per_second": 1e11}
+
+
+def test_engines_planned_together_add_up_to_engines_planned_apart(monkeypatch):
+    """Five engines of one shape, in one piece and one by one; a tensor that the engine computes, and one that it drops."""
+    recipe = load_recipe(RECIPES / "qwen3-30b-a3b-mxfp8-async.yaml")
+    trainer = msgspec.structs.replace(recipe.trainer, world_size=2)
+    recipe = msgspec.structs.replace(recipe, trainer=trainer, engines=[msgspec.structs.replace(recipe.engines[0], count=5)])
+    manifest = Manifest({n: TensorSpec((4, 32), "bfloat16") for n in ("copied", "computed", "dropped")})
+    halves = [Buffer(n, rank, "bfloat16", (2, 32)) for n in manifest.tensors for rank in range(2)]
+    rows = [
+        Placement(n, 2 * i + r, (2 * r, 0), (2 * r + 2, 32), 0, (64, 2)) for i, n in enumerate(manifest.tensors) for r in range(2)
+    ]
+    target = [Buffer("w", 0, "bfloat16", (4, 32))], [Placement("copied", 0, (0, 0), (4, 32), 0, (64, 2))]
+    routes = types.SimpleNamespace(
+        placements=Placements.from_rows(*target), computed={"computed": "negated"}, dropped={"dropped": "passed over"}
+    )
+    monkeypatch.setattr(cli_plan, "_routes", lambda *arguments: [routes])
+    sources = Placements.from_rows(halves, rows)
+    together = cli_plan.report(recipe, manifest, sources)
+    monkeypatch.setattr(cli_plan, "ROWS_AT_ONCE", 1)
+    assert cli_plan.report(recipe, manifest, sources) == together
+    assert together.received == [512] * 5
+    assert together.sent == [1280] * 2
+    assert together.unread == ["dropped"]
+    assert {(p.path, p.tensors, p.nbytes) for p in together.paths} == {
+        ("copied", 1, 1280),
+        ("the engine's own reload", 1, 1280),
+        ("goes nowhere", 1, 0),
+    }

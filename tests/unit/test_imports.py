@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTSIDE = ("examples", "tests", "benchmarks")
+"""What is not installed with the packages, so nothing in them may need it."""
+FORBIDDEN = [
+    ("vllm_refit_ext/core", (*OUTSIDE, "vllm", "megatron", "torch", "triton", "megatron_sender", "vllm_refit_ext.receiver",
+                             "vllm_refit_ext.kernels", "vllm_refit_ext.wires", "vllm_refit_ext.client")),
+    ("vllm_refit_ext/kernels", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.receiver", "vllm_refit_ext.wires")),
+    ("vllm_refit_ext/wires", (*OUTSIDE, "vllm", "megatron", "megatron_sender", "vllm_refit_ext.receiver")),
+    ("vllm_refit_ext/receiver", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.client")),
+    ("vllm_refit_ext", OUTSIDE),
+    ("megatron_sender", (*OUTSIDE, "vllm", "vllm_refit_ext.receiver")),
+]  # fmt: skip
+"""Folder -> what no file in it names in an import, at the top or in a function. `vllm-refit plan` alone joins both packages."""
 
 CASES = [
     (", ".join(f"vllm_refit_ext.core.{m}" for m in ("plan", "manifest", "messages", "mxfp8", "layouts", "digest")),
@@ -17,6 +34,40 @@ CASES = [
     ("vllm_refit_ext.plugin", ("torch", "triton", "megatron")),
     ("vllm_refit_ext.wires.shm", ("vllm", "megatron")),
 ]  # fmt: skip
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Every module that `file` names in an import, also in a function, and in a call of `import_module`."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+@pytest.mark.parametrize(("folder", "forbidden"), FORBIDDEN, ids=lambda value: value if isinstance(value, str) else "")
+def test_arrows_point_one_way(folder: str, forbidden: tuple[str, ...]) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for file in files
+        for name in imported(file)
+        if any(name == other or name.startswith(f"{other}.") for other in forbidden)
+    ]
+    assert wrong == []
+
+
+def test_an_import_in_a_function_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(
+        "def f():\n    from examples.support import launch\n    import benchmarks.a\n"
+        "    importlib.import_module('tests.support')\n"
+    )
+    assert {"examples.support.launch", "tests.support", "benchmarks.a"} <= set(imported(file))
 
 
 @pytest.mark.parametrize(("modules", "absent"), CASES, ids=lambda value: value.split(",")[0] if isinstance(value, str) else "")

@@ -127,7 +127,6 @@ def test_a_key_that_is_no_text():
         ("engines.0.gpu_memory_utilization", 1.1, "engines[0].gpu_memory_utilization"),
         ("refit.wire", "nccl", "refit.wire"),
         ("refit.deadline_s", 0, "refit.deadline_s"),
-        ("refit.buckets", 1, "refit.buckets"),
     ],
 )
 def test_a_value_that_does_not_fit(path, value, where):

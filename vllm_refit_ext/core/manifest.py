@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from vllm_refit_ext.core.dtypes import dtype_name
+from vllm_refit_ext.core.digest import row_strides
+from vllm_refit_ext.core.dtypes import ITEMSIZE, dtype_name
 from vllm_refit_ext.core.errors import ManifestError, Problem, RefitError
-from vllm_refit_ext.core.placement import Placements
+from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
 
 FORMATS = ("plain", "mxfp8")
@@ -134,6 +135,16 @@ def _spec(entry: object) -> TensorSpec:
     if not all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in sizes):
         raise ManifestError("sizes must be whole numbers, zero or more", got=repr(sizes)[:80])
     return TensorSpec(sizes, dtype_name(fields["dtype"]), str(fields.get("format", "plain")), str(fields.get("scale", "")))
+
+
+def whole_tensors(manifest: Manifest) -> Placements:
+    """The sources of a trainer that did not say: every tensor whole and row-major in a buffer of its own, on rank 0."""
+    buffers = [Buffer(name, 0, t.dtype, t.shape) for name, t in manifest.tensors.items()]
+    rows = [
+        Placement(name, i, (0,) * len(t.shape), t.shape, 0, tuple(s * ITEMSIZE[t.dtype] for s in row_strides(t.shape)))
+        for i, (name, t) in enumerate(manifest.tensors.items())
+    ]
+    return Placements.from_rows(buffers, rows, list(manifest.tensors))
 
 
 def check_manifest(manifest: Manifest) -> None:

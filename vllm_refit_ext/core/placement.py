@@ -125,6 +125,11 @@ class Placements:
             self.strides[keep],
         )
 
+    def as_rank(self, rank: int) -> Placements:
+        """The same table with all its buffers on `rank`."""
+        buffers = [msgspec.structs.replace(b, rank=rank) for b in self.buffers]
+        return Placements(self.names, buffers, self.tensor, self.buffer, self.lo, self.hi, self.offset, self.strides)
+
     def widened(self, depth: int) -> Placements:
         """The same table with at least `depth` padded dimensions."""
         extra = depth - self.lo.shape[1]

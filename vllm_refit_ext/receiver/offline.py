@@ -8,10 +8,9 @@ loader recorded. This serves planning and tests; a live worker records on its ow
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from vllm_refit_ext.core.errors import ConfigError
 from vllm_refit_ext.receiver.routes import Routes, record_routes
+from vllm_refit_ext.stand_ins import LargeOnMeta, Members, swap
+
+LARGE = 1 << 16
+"""Elements from which a tensor of a model that computes while it is built has no storage."""
 
 
 def engine_routes(
@@ -121,24 +124,11 @@ def _silent_group(kind: type[Any], name: str, ranks: list[int], rank: int) -> An
     group.rank, group.local_rank, group.device_index = rank, 0, 0
     group.ranks, group.world_size, group.rank_in_group = ranks, len(ranks), ranks.index(rank)
     group.group_ranks = [ranks]
-    group.cpu_group = group.device_group = _Members(len(ranks), ranks.index(rank))
+    group.cpu_group = group.device_group = Members(len(ranks), ranks.index(rank))
     group.device_communicator = group.mq_broadcaster = None
     group.use_device_communicator = group.use_custom_op_call = group.use_cpu_custom_send_recv = False
     group.device = torch.device("cpu")
     return group
-
-
-class _Members:
-    """Stands for a process group: models ask it for its size and rank when they are built."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
 
 
 def build_on_meta(vllm_config: Any) -> nn.Module:
@@ -153,19 +143,50 @@ def build_on_meta(vllm_config: Any) -> nn.Module:
     torch.set_default_dtype(vllm_config.model_config.dtype)
     try:
         try:
-            with torch.device("meta"), _TablesOnHost():
+            with torch.device("meta"), _TablesOnHost(), _any_kernel():
                 model: nn.Module = initialize_model(vllm_config)
         except (NotImplementedError, RuntimeError):
             # Some models compute with constants while they are built: then only what is large has no storage.
             tables.clear()
             vllm_config.compilation_config.static_forward_context.clear()
-            with _LargeOnMeta():
+            with LargeOnMeta(LARGE), _any_kernel():
                 model = initialize_model(vllm_config)
     finally:
         torch.set_default_dtype(previous)
         tables.clear()
         tables.update(shared)
     return model
+
+
+@contextmanager
+def _any_kernel() -> Iterator[None]:
+    """Within the context a machine builds experts that it has no kernel for. No kernel runs on a model that is planned with, and
+    the parameters are the same.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    check, choose = FusedMoEConfig.__post_init__, method.select_unquantized_moe_backend
+
+    def checked(config: Any) -> None:
+        # The last of vLLM's checks asks whether this platform has experts without a gate.
+        try:
+            check(config)
+        except NotImplementedError as error:
+            if "is_act_and_mul" not in str(error):
+                raise
+
+    def chosen(*arguments: Any, **named: Any) -> Any:
+        try:
+            return choose(*arguments, **named)
+        except NotImplementedError:
+            return UnquantizedMoeBackend.CPU, None
+
+    with ExitStack() as stack:
+        swap(stack, FusedMoEConfig, "__post_init__", checked)
+        swap(stack, method, "select_unquantized_moe_backend", chosen)
+        yield
 
 
 class _TablesOnHost(TorchFunctionMode):
@@ -178,20 +199,4 @@ class _TablesOnHost(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in self.FACTORIES and kwargs.get("dtype") in self.INTEGERS and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "cpu"}
-        return func(*args, **kwargs)
-
-
-class _LargeOnMeta(TorchFunctionMode):
-    """Makes large new tensors on the meta device and leaves the others real."""
-
-    FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
-    LARGE = 1 << 16
-    """Elements."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self.FACTORIES and kwargs.get("device") is None:
-            size = args[0] if args and isinstance(args[0], list | tuple) else kwargs.get("size", args)
-            if math.prod(n for n in size if isinstance(n, int)) >= self.LARGE:
-                kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)

@@ -23,12 +23,10 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_refit_ext.core.coded import DEQUANTISED
-from vllm_refit_ext.core.digest import row_strides
-from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import ConfigError, ManifestError, PlanError, Problem, RefitError, SessionError, TornError
-from vllm_refit_ext.core.manifest import Manifest, parse_state_dict_info
+from vllm_refit_ext.core.manifest import Manifest, parse_state_dict_info, whole_tensors
 from vllm_refit_ext.core.messages import DEADLINE_S, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc
-from vllm_refit_ext.core.placement import Buffer, Placement, Placements
+from vllm_refit_ext.core.placement import Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import distances, this_site
 from vllm_refit_ext.core.table import pack_placements
@@ -458,13 +456,3 @@ def writer_for(plan: Plan, targets: Targets, view: WorkerView) -> InPlaceWriter 
 def received(plan: Plan) -> dict[str, int]:
     """Bytes by source rank, as text keys."""
     return {str(e.source): e.nbytes for e in plan.edges()}
-
-
-def whole_tensors(manifest: Manifest) -> Placements:
-    """The sources of a trainer that did not say: every tensor whole and row-major in a buffer of its own, on rank 0."""
-    buffers = [Buffer(name, 0, t.dtype, t.shape) for name, t in manifest.tensors.items()]
-    rows = [
-        Placement(name, i, (0,) * len(t.shape), t.shape, 0, tuple(s * ITEMSIZE[t.dtype] for s in row_strides(t.shape)))
-        for i, (name, t) in enumerate(manifest.tensors.items())
-    ]
-    return Placements.from_rows(buffers, rows, list(manifest.tensors))

@@ -1,7 +1,8 @@
-"""Megatron layers without Transformer Engine: its local layer specs, and the two pieces that they lack.
+"""Megatron layers without Transformer Engine: its local layer specs, and the pieces that they lack.
 
-`layer_spec` serves dense, mixture-of-experts and latent-attention (MLA) models alike. Parameters have the same shapes as with
-Transformer Engine; only norms are modules of their own (`input_layernorm.weight`) instead of parts of a fused linear.
+`plain_settings` serves dense, mixture-of-experts and latent-attention (MLA) models alike; models with Mamba layers take
+`hybrid_spec`. Parameters have the same shapes as with Transformer Engine; only norms are modules of their own
+(`input_layernorm.weight`) instead of parts of a fused linear.
 """
 
 from __future__ import annotations
@@ -23,6 +24,29 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = _latent_attention()
     return block
+
+
+def plain_settings(provider: Any) -> dict[str, Any]:
+    """Settings of a bridge's `provider` that need no fused kernel. They change speed, never names or shapes of parameters."""
+    fusions = (
+        "gradient_accumulation_fusion",
+        "apply_rope_fusion",
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "cross_entropy_loss_fusion",
+        "moe_permute_fusion",
+        "moe_shared_expert_overlap",
+        "persist_layer_norm",
+    )
+    return {
+        "transformer_layer_spec": layer_spec,
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_aux_loss_coeff": 0.0,
+        "perform_initialization": True,
+        **{name: False for name in fusions if hasattr(provider, name)},
+    }
 
 
 def _latent_attention() -> type:

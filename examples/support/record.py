@@ -1,0 +1,23 @@
+"""The end of a run: a JSON record, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+
+def conclude(
+    out: Path, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], problems: Sequence[str], seconds: float, told: str
+) -> int:
+    """Write `out`/record.json and print `told` and the problems. Returns the exit status: 1 when there are any."""
+    record = {"settings": {**settings, "out": str(out)}, "seconds": seconds, "problems": problems, "steps": steps}
+    (out / "record.json").write_text(json.dumps(record, indent=1))
+    console = Console(width=110)
+    console.print(f"{seconds:.0f} s in all; {told} in {out}")
+    for problem in problems:
+        console.print(f"FAILED: {problem}")
+    return 1 if problems else 0
