@@ -43,6 +43,8 @@ def places(value, path=()):
 def spoil(draw, data, *, plausible):
     for _ in range(draw(st.integers(1, 4))):
         ways = [way for way in places(data) if not plausible or isinstance(read(data, way), int)]
+        if not ways:  # all of it was deleted
+            break
         *way, last = draw(st.sampled_from(ways))
         at = read(data, way)
         action = "set" if plausible else draw(st.sampled_from(["set", "set", "delete", "rename", "add"]))
