@@ -187,6 +187,19 @@ def check(found: dict[str, Any]) -> None:
     assert len(found["unread"]) == sum(p["tensors"] for p in found["paths"] if not p["nbytes"])
 
 
+def test_a_dense_recipe_plans_at_full_size() -> None:
+    path = RECIPES / "qwen3-32b-mxfp8-colocated.yaml"
+    found = run_ranks(plan, 1, str(path), timeout=500, init_process_group=False)[0]
+    check(found)
+    assert (found["trainers"], found["engines"], found["wire"]) == (16, 16, "ipc_staged")
+    # 32.8 billion parameters to each of eight engines, of which norms alone are on both ranks of one.
+    assert 8 * 65.4e9 < found["nbytes"] < 8 * 65.6e9
+    assert found["unread"] == []
+    # GPUs 0 to 3 of a host hold one of four pipeline stages, so three quarters of what its engines need lie elsewhere.
+    assert found["crossing_hosts"] == pytest.approx(0.75, abs=0.05)
+
+
+@pytest.mark.long
 def test_the_smallest_recipe_plans_at_full_size() -> None:
     found = run_ranks(plan, 1, str(RECIPES / "qwen3-30b-a3b-mxfp8-ep8-to-tp2.yaml"), timeout=500, init_process_group=False)[0]
     check(found)
