@@ -17,8 +17,9 @@ from vllm_refit_ext.core.manifest import Manifest, whole_tensors
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import distances
-from vllm_refit_ext.plan_floor import Links, direct
-from vllm_refit_ext.plan_report import PlanReport, Tally, grouped
+from vllm_refit_ext.plan_floor import Links, Traffic, direct
+from vllm_refit_ext.plan_report import PlanReport, Tally, grouped, travelling
+from vllm_refit_ext.plan_traffic import forwarded, merged, relayed, sites_of
 
 if TYPE_CHECKING:
     from megatron_sender.config import Engine, Recipe
@@ -50,9 +51,10 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
 
     sizes = [e.tp * e.pp for e in recipe.engines for _ in range(e.count * e.dp)]
     tally = Tally(recipe.trainer.world_size, sum(sizes))
-    h, (trainers, engines) = recipe.hardware, _gpus(recipe, sum(sizes))
-    hosts = [str(gpu // h.gpus_per_host) for gpu in trainers]
-    away = distances(hosts, {rank: str(gpu // h.gpus_per_host) for rank, gpu in enumerate(engines)})
+    h, place, wire = recipe.hardware, _gpus(recipe, sum(sizes)), wire_name(recipe.refit)
+    sites = sites_of(place, h.gpus_per_host)
+    away = distances(sites.trainers, dict(enumerate(sites.engines)))
+    parts: list[Traffic] = []
     first, read = 0, set[str]()
     dropped: dict[str, str] = {}
     for index, engine in enumerate(recipe.engines):
@@ -71,11 +73,14 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
         path_of = functools.partial(_path, computed=computed, held=held, recipe=recipe, engine=engine)
         coded = held if recipe.refit.prequantize else _nothing
         left, together = engine.count * engine.dp, max(1, ROWS_AT_ONCE // max(1, sum(map(len, tables))))
+        together = -(-together // (whole := max(1, h.gpus_per_host // len(tables)))) * whole  # hosts are planned whole
         while left:
             now = min(left, together)
             places = [table.as_rank(first + i) for i, table in enumerate(tables * now)]
             plan = build_plan(manifest, sources, concatenate(places), away)
             tally.add(plan, path_of, coded)
+            if wire == "collective":
+                parts.append(forwarded(plan, sites, place, recipe.refit.bucket_bytes, functools.partial(travelling, coded=coded)))
             read |= {plan.names[t] for t in np.unique(plan.tensor)}
             first, left = first + len(places), left - now
         for r in routes:
@@ -83,9 +88,11 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
     for why, names in grouped({n: dropped.get(n, "no engine reads it") for n in manifest.tensors if n not in read}).items():
         tally.note("goes nowhere", why, names)
     links = Links(h.copy_bytes_per_second, h.host_bytes_per_second, h.network_bytes_per_second)
-    # Every edge travels by itself here. A wire that passes bytes on at another rank gives its own traffic instead.
-    traffic = direct(tally.bytes, (trainers, engines))
-    return tally.report(recipe.name, recipe.model.name, wire_name(recipe.refit), traffic, h.gpus_per_host, links)
+    if parts:
+        traffic = merged(parts)
+    else:
+        traffic = relayed(tally.edges(), sites, place) if wire == "ipc_staged" else direct(tally.bytes, place)
+    return tally.report(recipe.name, recipe.model.name, wire, traffic, h.gpus_per_host, links)
 
 
 def _gpus(recipe: Recipe, engines: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.plan import Edge, Plan
 from vllm_refit_ext.plan_floor import Crossing, Floor, Links, Traffic, crossed, crossings, floor, reckoned, size
 
@@ -31,6 +32,13 @@ class Path(msgspec.Struct, frozen=True):
     tensors: int
     nbytes: int
     example: str
+
+
+def travelling(plan: Plan, coded: Callable[[str], bool]) -> Int:
+    """Bytes of each move as they travel, int64 [n]. coded: whether a tensor travels as MXFP8 already."""
+    travels = np.array([MXFP8_BYTES if coded(n) else 0.0 for n in plan.names])[plan.tensor] if len(plan) else np.zeros(0)
+    elements = np.prod(plan.extent, axis=1, dtype=np.int64)
+    return np.where(travels > 0, (elements * travels).astype(np.int64), plan.nbytes)
 
 
 class PlanReport(msgspec.Struct, frozen=True):
@@ -69,9 +77,7 @@ class Tally:
 
     def add(self, plan: Plan, path_of: Callable[[str], tuple[str, str]], coded: Callable[[str], bool]) -> None:
         """path_of: name -> (path, why). coded: whether a tensor travels as MXFP8 already."""
-        travels = np.array([MXFP8_BYTES if coded(n) else 0.0 for n in plan.names])[plan.tensor] if len(plan) else np.zeros(0)
-        elements = np.prod(plan.extent, axis=1, dtype=np.int64)
-        nbytes = np.where(travels > 0, (elements * travels).astype(np.int64), plan.nbytes)
+        nbytes = travelling(plan, coded)
         np.add.at(self.bytes, (plan.source_rank, plan.target_rank), nbytes)
         np.add.at(self.moves, (plan.source_rank, plan.target_rank), 1)
         total = np.zeros(len(plan.names), np.int64)
@@ -86,9 +92,12 @@ class Tally:
         self.paths.setdefault((path, why), {}).update(dict.fromkeys(names, 0))
         self.unread += names
 
+    def edges(self) -> list[Edge]:
+        """Every pair of ranks that exchanges any bytes."""
+        return [Edge(int(s), int(t), int(self.bytes[s, t]), int(self.moves[s, t])) for s, t in np.argwhere(self.moves > 0)]
+
     def report(self, recipe: str, model: str, wire: str, traffic: Traffic, per_host: int, links: Links) -> PlanReport:
         """traffic: which GPUs the bytes pass. per_host: GPUs a host."""
-        edges = [Edge(int(s), int(t), int(self.bytes[s, t]), int(self.moves[s, t])) for s, t in np.argwhere(self.moves > 0)]
         paths = [Path(p, w, len(names), sum(names.values()), next(iter(names))) for (p, w), names in self.paths.items()]
         kinds = crossed(traffic, per_host, links)
         least = floor(traffic, kinds)
@@ -103,7 +112,7 @@ class Tally:
             int(self.bytes.sum()),
             self.bytes.sum(axis=1).tolist(),
             self.bytes.sum(axis=0).tolist(),
-            edges,
+            self.edges(),
             sorted(paths, key=lambda p: -p.nbytes),
             crossings(traffic.nbytes, kinds),
             across / total if total else 0.0,

@@ -17,9 +17,10 @@ from vllm_refit_ext.core.errors import ConfigError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import Status, VerifyReply
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
-from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.core.plan import Edge, Plan, build_plan
 from vllm_refit_ext.plan_floor import Links, Traffic, crossed, direct, floor, reckoned, size
 from vllm_refit_ext.plan_report import Tally, grouped, spread, tables
+from vllm_refit_ext.plan_traffic import forwarded, relayed, sites_of
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 
@@ -246,3 +247,35 @@ def test_engines_planned_together_add_up_to_engines_planned_apart(monkeypatch):
         ("the engine's own reload", 1, 1280),
         ("goes nowhere", 1, 0),
     }
+
+
+def test_what_a_host_needs_twice_crosses_to_it_once_in_the_plans_seconds():
+    """`a` goes to both engine ranks of the second host: one copy crosses, and one GPU hands it to the other."""
+    manifest = Manifest({"a": TensorSpec((4, 32), "bfloat16")})
+    table = [Buffer("a", rank, "bfloat16", (4, 32)) for rank in (0, 1)]
+    rows = [Placement("a", rank, (0, 0), (4, 32), 0, (64, 2)) for rank in (0, 1)]
+    plan = build_plan(manifest, Placements.from_rows(table[:1], rows[:1]), Placements.from_rows(table, rows))
+    place = ((0,), (8, 9))
+    found = forwarded(plan, sites_of(place, 8), place, 1 << 20, lambda p: p.nbytes)
+    rows_of = sorted(zip(found.source.tolist(), found.target.tolist(), found.nbytes.tolist(), strict=True))
+    across = [row for row in rows_of if row[0] == 0]
+    within = [row for row in rows_of if row[0] != 0]
+    assert sum(n for _, _, n in across) == 256
+    assert sum(n for _, _, n in within) == 256
+    assert {(s, t) for s, t, _ in within} <= {(8, 9), (9, 8)}
+    apart = ((0,), (8, 16))
+    found = forwarded(plan, sites_of(apart, 8), apart, 1 << 20, lambda p: p.nbytes)
+    assert sorted(zip(found.source.tolist(), found.target.tolist(), found.nbytes.tolist(), strict=True)) == [
+        (0, 8, 256),
+        (0, 16, 256),
+    ]
+
+
+def test_a_relay_is_two_hops_in_the_plans_seconds():
+    """Trainer rank 0 and engine rank 0 on one host, trainer rank 1 on another: what it holds passes rank 0's GPU."""
+    place = ((0, 8), (0,))
+    found = relayed([Edge(0, 0, 100, 1), Edge(1, 0, 40, 1)], sites_of(place, 8), place)
+    assert sorted(zip(found.source.tolist(), found.target.tolist(), found.nbytes.tolist(), strict=True)) == [
+        (0, 0, 140),
+        (8, 0, 40),
+    ]
