@@ -90,7 +90,7 @@ def spoilt(folder: str, how: str) -> list[tuple[str, str, float]]:
     out = []
     if me.rank == 0:
         key = f"forward/{msgspec.msgpack.decode(me.sender.begin(me.tensors))['forwarding']}"
-        store = me.sender._host._served[2]
+        store = me.sender._host.served[2]
         good = store.get(f"{key}/1/0")
         if how == "absent":
             store.delete_key(f"{key}/1")
