@@ -140,6 +140,8 @@ def _run_travel(
     parts = [collective._pieces(found, plan, rank) for rank in range(trainers)]
     packers = [Packer(Outgoing(*(unpack(c) for c in p)), trainers, bucket) for p in parts]
     readers = [Unpacker(own_travel(plan, t, sites, bucket, tables), torch.device("cpu")) for t in range(engines)]
+    peers = [*(p.peers for p in packers), *(r.travel.peers for r in readers)]
+    assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"
     deadline = time.monotonic() + 20
 
     def send(rank: int) -> None:

@@ -59,8 +59,8 @@ class StrictMeeting:
     stopped = False
     address = ("", 0)
 
-    def __init__(self, rank: int, ranks: int, backend: str) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, ranks: int, backend: str, peers: set[int]) -> None:
+        self.rank, self.peers = rank, peers
 
     def start(self, session: str, info: Any, deadline: float) -> StrictGroup | None:
         return StrictGroup(self.rendezvous, self.rank) if info.lanes is not None else None
@@ -81,6 +81,8 @@ class Ranks:
         self.tensors = [sources[first[r] : first[r + 1]] for r in range(len(sites.trainers))]
         shares = ipc_staged.shares(plan, sites, bucket)
         self.senders = [ipc_staged.open_sender(r, share, self.tensors[r]) for r, share in enumerate(shares)]
+        peers = [s._meeting.peers if s._meeting is not None else set() for s in self.senders]
+        assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"
         self.kept: list[dict[str, Any]] = [{} for _ in sites.engines]
         self.plans = [own(plan, e) for e in range(len(sites.engines))]
 

@@ -72,10 +72,12 @@ def rank_names(trainers: int, engines: int) -> list[str]:
 
 
 class Link:
-    """One rank's ties to the others: the store and the group, kept from refit to refit."""
+    """One rank's ties to the others: the store and the group, kept from refit to refit. peers: ranks that it sends to or receives
+    from."""
 
     def __init__(self, rank: int, names: Sequence[str], backend: Backend, wire: str = "collective") -> None:
         self.rank, self.names, self.backend, self._wire = rank, list(names), backend, wire
+        self.peers: set[int] = set()
         self.store: Store | None = None
         self.group: Group | None = None
 
@@ -100,10 +102,13 @@ class Link:
 
     def _new_group(self, session: str, deadline: float) -> Group:
         assert self.store is not None
-        key = f"{session}/joined"
+        key, group = f"{session}/joined", None
         try:
             group = Group(session, self.store, self.rank, self.names, self.backend, deadline)
+            group.connect(self.peers, deadline)
         except RefitError as error:
+            if group is not None:
+                group.close()
             raise self.store.stop(key, error, deadline + CONNECT_S) from None
         try:
             self.store.meet(key, self.rank, self.names, b"", deadline)
@@ -131,6 +136,7 @@ class CollectiveSender:
         self._share, self._backend = share, backend
         self._link = Link(rank, rank_names(share.trainers, share.engines), backend)
         self._packer = Packer(Outgoing(*(unpack(c) for c in share.pieces)), share.trainers, share.bucket_bytes)
+        self._link.peers = self._packer.peers
         # The port is held from now on, by rank 0 alone.
         self._host = Host(open_store()) if rank == 0 else None
         if self._host is not None and share.tables:
@@ -321,6 +327,7 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> Collect
         device = torch.device("cuda", torch.cuda.current_device()) if told.backend == "nccl" else torch.device("cpu")
         link.connect(told.host, told.port, deadline)
         travel = _travel(link, told, plan, rank, deadline)
+        link.peers = travel.peers
         held = kept["collective"] = _Kept(told, link, plan, Unpacker(travel, device))
     held.link.connect(told.host, told.port, deadline)
     return CollectiveReader(held.link, held.unpacker, update.session)

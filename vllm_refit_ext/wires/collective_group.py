@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -90,6 +90,18 @@ class Group:
             do = "see which rank is dead or stopped, and whether the hosts reach each other"
             kind = DeadlineError if time.monotonic() >= deadline or "imed out" in got or "timeout" in got else WireError
             raise kind("the group of all ranks did not come up", where=where, got=got, do=do) from None
+
+    def connect(self, peers: Iterable[int], deadline: float) -> None:
+        """Exchange a byte with each of `peers`, whose `peers` must name this rank. Raises DeadlineError, WireError.
+
+        NCCL connects two ranks at their first message and may hold the caller until the other one is there. Batches with several
+        such pairs could make ranks wait for each other in a circle. Here all pairs are connected in one order, so the first pair
+        that is not connected yet is the next one of both its ranks.
+        """
+        for low, high in sorted({(min(self.rank, peer), max(self.rank, peer)) for peer in peers}):
+            out, into = torch.zeros(2, 1, dtype=torch.uint8, device=self.device)
+            peer = high if low == self.rank else low
+            self.post([Parcel(peer, 0, out)], [Parcel(peer, 0, into)]).wait(deadline)
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Ticket:
         """Start operations as one batch and return at once. Raises WireError when a peer is gone already."""

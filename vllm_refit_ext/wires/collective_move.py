@@ -98,6 +98,11 @@ class Packer:
         self._addresses: list[int] = []
 
     @property
+    def peers(self) -> set[int]:
+        """Group ranks that it sends to."""
+        return {self._first + message.target for message in self._messages}
+
+    @property
     def staging_bytes(self) -> int:
         """Memory of the ring."""
         return RING * self._room

@@ -61,6 +61,11 @@ class Travel(msgspec.Struct):
     kept: int
     reloads: int
 
+    @property
+    def peers(self) -> set[int]:
+        """Group ranks that it receives from or hands on to."""
+        return {span.peer for spans in (*self.landing, *self.exchange) for span in spans}
+
 
 class Rows(msgspec.Struct):
     """The pieces of one engine rank on a site that shares. All int64.

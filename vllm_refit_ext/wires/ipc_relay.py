@@ -37,9 +37,10 @@ class Meeting:
     then, because memory of another site can't be looked at.
     """
 
-    def __init__(self, rank: int, ranks: int, backend: Backend) -> None:
-        """Rank 0 begins to serve the store. Raises WireError."""
+    def __init__(self, rank: int, ranks: int, backend: Backend, peers: set[int]) -> None:
+        """Rank 0 begins to serve the store. peers: ranks that it sends to or receives from. Raises WireError."""
         self._link = Link(rank, [f"trainer rank {r}" for r in range(ranks)], backend, WIRE)
+        self._link.peers = peers
         self._host = Host(open_store(WIRE), WIRE) if rank == 0 else None
         self._session, self._look = "", 0.0
         self._cause: RefitError | None = None

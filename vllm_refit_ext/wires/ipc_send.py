@@ -60,8 +60,9 @@ class StagedSender:
         room = max((t.nbytes for t in self._tasks if t.count < 0), default=0)
         self._outbox = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in range(RING if room else 0)]
         self.staging_bytes = self._ring.nbytes + sum(t.nbytes for t in self._outbox)
+        peers = {task.peer for task in self._tasks if task.peer >= 0}
         self._backend: Backend = "nccl" if self._device.type == "cuda" else "gloo"
-        self._meeting = Meeting(rank, share.trainers, self._backend) if share.sites else None
+        self._meeting = Meeting(rank, share.trainers, self._backend, peers) if share.sites else None
         self._tables: dict[int, Table] = {}
         self._tensors: list[torch.Tensor] = []
         self._nonce = 0
