@@ -43,8 +43,8 @@ def travelling(plan: Plan, coded: Callable[[str], bool]) -> Int:
 
 class PlanReport(msgspec.Struct, frozen=True):
     """sent, received: bytes by trainer rank and by engine rank. edges: every pair that exchanges any. crossings: all bytes by the
-    links that they cross. crossing_hosts: share of the bytes that cross hosts. seconds: those of `floor`. unread: names that no
-    engine reads.
+    links that they cross, twice where they are relayed. crossing_hosts: share of the bytes that cross hosts. seconds: those of
+    `floor`. unread: names that no engine reads.
     """
 
     recipe: str
@@ -101,7 +101,7 @@ class Tally:
         paths = [Path(p, w, len(names), sum(names.values()), next(iter(names))) for (p, w), names in self.paths.items()]
         kinds = crossed(traffic, per_host, links)
         least = floor(traffic, kinds)
-        across, total = int(traffic.nbytes[kinds[-1].rows].sum()), int(traffic.nbytes.sum())
+        across, total = int(traffic.nbytes[kinds[-1].rows].sum()), int(self.bytes.sum())
         return PlanReport(
             recipe,
             model,

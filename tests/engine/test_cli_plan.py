@@ -181,7 +181,10 @@ def check(found: dict[str, Any]) -> None:
     assert found["nbytes"] == sum(found["sent"]) == sum(found["received"]) == sum(e["nbytes"] for e in found["edges"])
     assert found["nbytes"] == sum(p["nbytes"] for p in found["paths"])
     assert all(n > 0 for n in found["received"]), "every engine rank needs something"
-    assert found["nbytes"] == sum(c["nbytes"] for c in found["crossings"])
+    across = sum(c["nbytes"] for c in found["crossings"] if c["link"] == "between hosts")
+    relayed = across if found["wire"] == "ipc_staged" else 0
+    assert found["nbytes"] + relayed == sum(c["nbytes"] for c in found["crossings"]), "what is relayed crosses two links"
+    assert found["crossing_hosts"] == pytest.approx(across / found["nbytes"])
     assert found["floor"]["seconds"] > 0
     assert found["floor"]["seconds"] == pytest.approx(sum(p["seconds"] for p in found["floor"]["parts"]))
     assert len(found["unread"]) == sum(p["tensors"] for p in found["paths"] if not p["nbytes"])
