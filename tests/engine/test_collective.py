@@ -39,6 +39,9 @@ CASES = [
 ]
 """Engine, trainer ranks, trainer geometry, bytes of a round. Ranks beyond the geometry are data parallel: replicas."""
 
+LONG = (CASES[3], CASES[5])
+"""They wait for `make test-all`: other cuts into engines that an earlier case has."""
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -72,8 +75,14 @@ def engine(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> It
 
 @pytest.mark.parametrize(
     ("engine", "ranks", "geometry", "bucket"),
-    CASES,
-    ids=[f"{c[0]}-from-{'-'.join(f'{k}{v}' for k, v in c[2].items())}" for c in CASES],
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-from-{'-'.join(f'{k}{v}' for k, v in case[2].items())}",
+            marks=[pytest.mark.long] if case in LONG else [],
+        )
+        for case in CASES
+    ],
     indirect=["engine"],
 )
 def test_equal_to_a_fresh_engine(
