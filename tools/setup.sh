@@ -21,6 +21,7 @@ trap 'rm -rf "$tools"' EXIT
 python3 -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --require-hashes --target "$tools" -r requirements/uv.txt
 uv="$tools/bin/uv"
 [ -x .venv/bin/python ] || "$uv" venv --quiet --python "$python" .venv
-"$uv" pip sync --quiet --python .venv/bin/python --require-hashes requirements/cpu.txt
+# Compiled once here: every engine and every rank is a process that imports vLLM, which takes twice as long from source.
+"$uv" pip sync --quiet --compile-bytecode --python .venv/bin/python --require-hashes requirements/cpu.txt
 "$uv" pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --editable .
 echo "$wanted" > "$stamp"
