@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from tests.support.geometry import Case, sources_and_engines
 from tests.support.rendezvous import by_rank, own_travel, run_travel
+from tests.support.traffic import traffic
 from vllm_refit_ext.core.errors import PlanError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import pack, unpack
-from vllm_refit_ext.wires.collective_forward import traffic, travels
+from vllm_refit_ext.wires.collective_forward import travels
 from vllm_refit_ext.wires.collective_move import Unpacker
 from vllm_refit_ext.wires.collective_rounds import ALIGN, rounds
 from vllm_refit_ext.wires.collective_table import COLUMNS, Table, pack_table, read_table

@@ -26,7 +26,6 @@ from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.plan import Plan, overlaps
 from vllm_refit_ext.core.replicas import atoms_of
 from vllm_refit_ext.core.sites import Sites
-from vllm_refit_ext.wires import BUCKET_BYTES
 from vllm_refit_ext.wires.collective_rounds import ALIGN, boxes_of, cut_boxes, kinds_of, rounds
 from vllm_refit_ext.wires.collective_travel import Rows, Travel, travel_alone, travel_shared
 
@@ -43,16 +42,6 @@ class Shared(msgspec.Struct):
     start: Int
 
 
-class Traffic(msgspec.Struct, frozen=True):
-    """Payload bytes of one refit on wire `collective`. sent: by trainer rank. crossed: how many of them go to another site.
-    landed, forwarded: by engine rank, received from trainer ranks and from engine ranks of its site."""
-
-    sent: list[int]
-    crossed: int
-    landed: list[int]
-    forwarded: list[int]
-
-
 def travels(plan: Plan, sites: Sites, bucket_bytes: int) -> tuple[list[Travel], dict[int, Shared]]:
     """The travel of every engine rank of the joint `plan`, and what those must be told that can't find theirs alone.
 
@@ -66,21 +55,6 @@ def travels(plan: Plan, sites: Sites, bucket_bytes: int) -> tuple[list[Travel], 
         for rank in range(len(sites.engines))
     ]
     return found, shared
-
-
-def traffic(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> Traffic:
-    """Which bytes of `plan`, the joint one, travel from where, and how many of them between sites."""
-    trainers = len(sites.trainers)
-    sent, landed, forwarded, crossed = [0] * trainers, [], [], 0
-    for rank, travel in enumerate(travels(plan, sites, bucket_bytes)[0]):
-        by_source = np.bincount(travel.source, travel.plan.nbytes, trainers) if len(travel.plan) else np.zeros(trainers)
-        direct = by_source[:trainers].astype(np.int64).tolist()
-        for source, nbytes in enumerate(direct):
-            sent[source] += nbytes
-            crossed += nbytes if sites.trainers[source] != sites.engines[rank] else 0
-        landed.append(sum(direct))
-        forwarded.append(int(travel.plan.nbytes.sum()) - landed[-1])
-    return Traffic(sent, crossed, landed, forwarded)
 
 
 def share(plan: Plan, sites: Sites, bucket_bytes: int) -> dict[int, Shared]:
