@@ -18,7 +18,8 @@ FORBIDDEN = [
                              "vllm_refit_ext.kernels", "vllm_refit_ext.wires", "vllm_refit_ext.client")),
     ("vllm_refit_ext/kernels", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.receiver", "vllm_refit_ext.wires")),
     ("vllm_refit_ext/wires", (*OUTSIDE, "vllm", "megatron", "megatron_sender", "vllm_refit_ext.receiver")),
-    ("vllm_refit_ext/receiver", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.client")),
+    ("vllm_refit_ext/receiver", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.client", "vllm_refit_ext.sender")),
+    ("vllm_refit_ext/sender", (*OUTSIDE, "vllm", "megatron", "megatron_sender", "vllm_refit_ext.receiver")),
     ("vllm_refit_ext", OUTSIDE),
     ("megatron_sender", (*OUTSIDE, "vllm", "vllm_refit_ext.receiver")),
 ]  # fmt: skip
@@ -31,6 +32,7 @@ CASES = [
     ("megatron_sender", ("torch", "vllm", "megatron")),
     ("megatron_sender.sender", ("vllm", "vllm_refit_ext.receiver")),
     ("vllm_refit_ext.client", ("torch", "vllm", "megatron")),
+    ("vllm_refit_ext.sender.source", ("vllm", "megatron", "triton")),
     ("vllm_refit_ext.plugin", ("torch", "triton", "megatron")),
     ("vllm_refit_ext.wires.shm", ("vllm", "megatron")),
 ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""The trainer's side of a refit, for any trainer. vLLM is not needed here."""
