@@ -3,10 +3,14 @@
 Absorbed projections of latent attention are computed once, after loading, and captured graphs keep their addresses. Small
 constants of kernels (Marlin's workspaces, which must be zero) live in the weights' memory pool, whose contents a deep sleep
 drops.
+
+What a writer fills is no constant, even where it is neither parameter nor buffer: after vLLM's own reload an expert kernel's
+config holds its scales in memory of its own. Putting back a copy of those would undo the refit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,9 +26,9 @@ SMALL = 1 << 20
 
 
 class Derived:
-    """The derived tensors of a rank's model as they are when it is prepared."""
+    """The derived tensors of a rank's model as they are when it is prepared. written: every tensor that its writers fill."""
 
-    def __init__(self, view: WorkerView) -> None:
+    def __init__(self, view: WorkerView, written: Iterable[torch.Tensor]) -> None:
         self._absorbing = [
             m for m in view.model.modules() if absorbed(m) and isinstance(getattr(m, "kv_b_proj", None), nn.Module)
         ]
@@ -32,7 +36,8 @@ class Derived:
         self._dtype = view.vllm_config.model_config.dtype
         mine = {t.untyped_storage().data_ptr() for held in self._held for t in held.values()}
         sleeps = bool(getattr(view.vllm_config.model_config, "enable_sleep_mode", False))
-        self._constants = _constants(view.model, mine) if sleeps else []
+        mine |= {t.untyped_storage().data_ptr() for t in written}
+        self._constants = constants(view.model, mine) if sleeps else []
 
     @property
     def nbytes(self) -> int:
@@ -58,14 +63,15 @@ def absorbed(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name in ABSORBED if isinstance(value := module.__dict__.get(name), torch.Tensor)}
 
 
-def _constants(model: nn.Module, mine: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(tensor, its copy) of small tensors that are neither parameters nor buffers and share no memory with any."""
+def constants(model: nn.Module, mine: set[int], kind: str = "cuda") -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(tensor, its copy) of small tensors on devices of type `kind` that are neither parameters nor buffers and share no memory
+    with any, nor with the storages `mine` (addresses), which a refit computes or writes."""
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
     found: dict[int, torch.Tensor] = {}
     named = inventory.tensors(model)
     for entry in inventory.inventory(model):
         tensor = named.get(entry.name)
-        if entry.kind != "derived" or tensor is None or tensor.device.type != "cuda":
+        if entry.kind != "derived" or tensor is None or tensor.device.type != kind:
             continue
         storage = tensor.untyped_storage().data_ptr()
         if storage not in weights | mine and tensor.numel() * tensor.element_size() <= SMALL:

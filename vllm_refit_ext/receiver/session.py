@@ -128,7 +128,7 @@ class Receiver:
             in_place,
             ReloadWriter(plan, self._reload, self.view.device),
             targets.signature(self.view),
-            Derived(self.view),
+            Derived(self.view, targets.written()),
             received(plan),
         )
         return PrepareReply(

@@ -55,6 +55,10 @@ class Targets(msgspec.Struct):
         names = [name for staged, name in ((False, "in place"), (True, "reload")) if staged in kinds]
         return " and ".join(names) or "nothing"
 
+    def written(self) -> list[torch.Tensor]:
+        """Every live tensor that moves in place fill."""
+        return [*self.params.values(), *(t for one in self.held.values() for t in (one.values, *one.scales))]
+
     def layouts(self) -> dict[str, int]:
         """Buffers by layout."""
         count: dict[str, int] = {}
