@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_refit_ext.core.affine import Box, TooManyBoxesError, decompose, row_major
 from vllm_refit_ext.receiver.routes import coverage
-from vllm_refit_ext.receiver.routes.affine import Box, TooManyBoxesError, decompose, row_major
 
 
 def pairs_of_boxes(shape: tuple[int, ...], boxes: list[Box]) -> list[tuple[int, int]]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_refit_ext.copies import storage_id
+
 LIVE_TABLES = frozenset(
     {"_expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global", "expert_local_to_global"}
 )
@@ -41,11 +43,6 @@ class Created:
         self.live: set[int] = set()
         self.values: dict[int, torch.Tensor] = {}
         self.slots: dict[str, tuple[nn.Module, str]] = {}
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage, equal for all its views. Stays unique only while the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_refit_ext.copies import storage_id
 from vllm_refit_ext.core.dtypes import dtype_name
 from vllm_refit_ext.core.errors import Problem, RouteError
-from vllm_refit_ext.receiver.routes.created import Created, as_created, storage_id
+from vllm_refit_ext.receiver.routes.created import Created, as_created
 from vllm_refit_ext.receiver.routes.recorder import Recorder, ValueReadError
 from vllm_refit_ext.receiver.routes.table import Routes, build
 

@@ -17,14 +17,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_refit_ext.receiver.routes.affine import Dim, decompose, row_major
-from vllm_refit_ext.receiver.routes.created import Created, storage_id
-from vllm_refit_ext.receiver.routes.images import Image, Part, image_of, through
+from vllm_refit_ext.copies import Copies, Image, storage_id
+from vllm_refit_ext.core.affine import Dim, row_major
+from vllm_refit_ext.receiver.routes.created import Created
 
 aten = torch.ops.aten
-WIDENING = frozenset({(torch.bfloat16, torch.float32), (torch.float16, torch.float32)})
-"""Casts that lose nothing, so that a second cast after them gives what a direct one would."""
-
 MAGIC = 1.0e300
 """Stand-in for a value that a loader reads from a checkpoint tensor of one element, to recognise where it is written."""
 
@@ -74,15 +71,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.created = created
         self.targets = {storage_id(t): i for i, t in enumerate(created.tensors.values())}
-        self.sources = {storage_id(t): i for i, t in enumerate(sources)}
-        self.source_tensors = sources
+        self.copies = Copies(sources)
+        self.sources, self.images, self.source_tensors = self.copies.sources, self.copies.images, sources
         self.shapes = [tuple(t.shape) for t in created.tensors.values()]
         self.dtypes = [t.dtype for t in created.tensors.values()]
         self.target_names = list(created.tensors)
         self.events: list[Copy | Write] = []
         self.computed: dict[int, str] = {}
-        self.zeroed: set[int] = set()  # a loader may clear a tensor that another rank adds, such as a bias before a sum
-        self.images: dict[int, Image] = {}
+        self.zeroed = self.copies.cleared  # a loader may clear a tensor that another rank adds, such as a bias before a sum
         self.taints: dict[int, frozenset[int]] = {}
         self.writers: dict[int, set[int]] = {}
         self.read: dict[float, int] = {}
@@ -196,96 +192,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, origins: frozenset[int]) -> None:
         """Remember where the tensors in `result` come from."""
-        if isinstance(result, torch.Tensor) and len(args):
-            parts: list[Part] | None = None
-            if func in (aten.clone.default, aten._to_copy.default, aten.contiguous.default):
-                parts = self._parts(args[0], [0] * result.dim(), result.dtype)
-            elif func is aten.cat.default:
-                parts = self._joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), result.dtype, stacked=False)
-            elif func is aten.stack.default:
-                parts = self._joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), result.dtype, stacked=True)
-            elif func is aten.index.Tensor:
-                parts = self._indexed(args[0], args[1], result)
-            image = None if parts is None else image_of(result, parts)
-            if image is not None:
-                self.images[storage_id(result)] = image
-                self._kept.append(result)
-                return
+        if self.copies.follow(func, args, kwargs, result):
+            return
         seen = {storage_id(t) for t in _tensors((args, kwargs))}
         for tensor in _tensors(result):
             if storage_id(tensor) not in seen:  # else a view by another name, such as _unsafe_view
                 self._taint(tensor, origins)
-
-    def _joined(self, tensors: Sequence[torch.Tensor], dim: int, dtype: torch.dtype, *, stacked: bool) -> list[Part] | None:
-        """Parts of the concatenation (or stack) of `tensors` along `dim`."""
-        parts: list[Part] = []
-        at = 0
-        for tensor in tensors:
-            if stacked:
-                tensor = tensor.unsqueeze(dim)
-            if tensor.dim() == 1 and not tensor.numel():
-                continue
-            dim = dim % tensor.dim()
-            found = self._parts(tensor, [at if i == dim else 0 for i in range(tensor.dim())], dtype)
-            if found is None:
-                return None
-            parts += found
-            at += tensor.shape[dim]
-        return parts
-
-    def _indexed(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], result: torch.Tensor) -> list[Part] | None:
-        """Parts of `tensor` indexed along one dimension by a table of integers, such as the experts of this rank."""
-        used = [(axis, index) for axis, index in enumerate(indices) if index is not None]
-        if len(used) != 1 or used[0][1].is_meta or used[0][1].dim() != 1 or used[0][1].dtype == torch.bool:
-            return None
-        axis, table = used[0][0], used[0][1].tolist()
-        parts: list[Part] = []
-        at = 0
-        while at < len(table):
-            run = 1
-            while at + run < len(table) and table[at + run] == table[at] + run:
-                run += 1
-            first = table[at] % tensor.shape[axis]
-            view = tensor.narrow(axis, first, run)
-            found = self._parts(view, [at if i == axis else 0 for i in range(view.dim())], result.dtype)
-            if found is None:
-                return None
-            parts += found
-            at += run
-        return parts
-
-    def _parts(self, view: torch.Tensor, shift: Sequence[int], dtype: torch.dtype) -> list[Part] | None:
-        """What a view holds, in its own coordinates moved by `shift`; None if it is not all copied from sources."""
-        if view.dtype != dtype and (view.dtype, dtype) not in WIDENING:
-            return None
-        key = storage_id(view)
-        shape = tuple(view.shape)
-        origin, image = self.sources.get(key, -1), self.images.get(key)
-        if origin in self.zeroed:
-            return None
-        if origin >= 0 and view.dtype == self.source_tensors[origin].dtype:
-            found = [Part((0,) * view.dim(), shape, origin, int(view.storage_offset()), view.stride())]
-        elif image is not None and view.dtype == image.dtype:
-            at = row_major(shape)
-            seen = through(image, int(view.storage_offset()), tuple(zip(shape, view.stride(), at, strict=True)))
-            if seen is None:
-                return None
-            found = []
-            for source, start, first, dims in seen:
-                for lo, hi, offset, strides in decompose(shape, first, [(n, d, s) for n, s, d in dims]):
-                    found.append(Part(lo, hi, source, start + offset, strides))
-        else:
-            return None
-        return [
-            Part(
-                tuple(a + b for a, b in zip(p.lo, shift, strict=True)),
-                tuple(a + b for a, b in zip(p.hi, shift, strict=True)),
-                p.source,
-                p.offset,
-                p.strides,
-            )
-            for p in found
-        ]
 
     def _target_write(
         self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], origins: frozenset[int]
