@@ -31,12 +31,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script, from any folder
 
 from benchmarks.shards import MODELS, Shards
-from megatron_sender.prequantize import Prequantised
 from tests.support.loose_sender import LooseSender
 from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.core.coded import coding_of
 from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.sender.prequantize import Prequantised
 from vllm_refit_ext.wires import cuda_ipc
 
 COPY_BYTES = 8 << 30

@@ -22,10 +22,6 @@ import msgspec
 import numpy as np
 import torch
 
-from megatron_sender import metrics
-from megatron_sender.calls import Calls
-from megatron_sender.prequantize import Prequantised
-from megatron_sender.ranks import Ranks, answer_of
 from megatron_sender.source import SourceMap, source_map
 from vllm_refit_ext.client import LATE_S, EngineClient, raise_problems
 from vllm_refit_ext.core.errors import ConfigError, ManifestError, PlanError, Problem, RefitError, SessionError
@@ -36,6 +32,10 @@ from vllm_refit_ext.core.plan import Plan, build_plan, check_consumed
 from vllm_refit_ext.core.plan_wire import PackedPlan, pack_plan, unpack_plan
 from vllm_refit_ext.core.sites import Sites, distances, this_site
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
+from vllm_refit_ext.sender import metrics
+from vllm_refit_ext.sender.calls import Calls
+from vllm_refit_ext.sender.prequantize import Prequantised
+from vllm_refit_ext.sender.ranks import Ranks, answer_of
 from vllm_refit_ext.wires import BUCKET_BYTES, ActiveSender, ResidentSender, Sender, wire
 from vllm_refit_ext.wires.boxes import MODULUS, Content, as_bytes, sum_by_tensor
 from vllm_refit_ext.wires.coded import PlacedScales, sent_content

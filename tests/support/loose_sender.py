@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_sender.calls import Calls
 from vllm_refit_ext.client import EngineClient, raise_problems
 from vllm_refit_ext.core.digest import row_strides
 from vllm_refit_ext.core.errors import RefitError
@@ -23,6 +22,7 @@ from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concate
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import unpack_placements
+from vllm_refit_ext.sender.calls import Calls
 from vllm_refit_ext.wires import BUCKET_BYTES, ActiveSender, ResidentSender, wire
 from vllm_refit_ext.wires.boxes import MODULUS, as_bytes, sum_by_tensor
 from vllm_refit_ext.wires.coded import ScaleMoves, sent_content

@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from megatron_sender.ranks import Answer, Ranks, answer_of
 from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, WireError
+from vllm_refit_ext.sender.ranks import Answer, Ranks, answer_of
 
 CODE = """
 import os, signal, sys
 import torch.distributed as dist
-from megatron_sender.ranks import Ranks, answer_of
+from vllm_refit_ext.sender.ranks import Ranks, answer_of
 from vllm_refit_ext.core.errors import RefitError, WireError
 
 rank, mode = int(sys.argv[1]), sys.argv[3]

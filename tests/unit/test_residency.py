@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from megatron_sender.residency import PinnedSwap, Residency, ResidencyConfig, leaves
 from vllm_refit_ext.core.errors import ConfigError, SessionError
+from vllm_refit_ext.sender.residency import PinnedSwap, Residency, ResidencyConfig, leaves
 
 
 @pytest.mark.parametrize("values", itertools.product((False, True), repeat=5))
