@@ -102,7 +102,7 @@ def save_model(kind: str, folder: str | Path, seed: int = 0, dtype: str = "float
     model.config.num_hidden_layers = layers
     model.config.dtype = getattr(torch, dtype)
     model.save_pretrained(folder, state_dict=_stored_weights(model, predictors, seed, getattr(torch, dtype)))
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
     return Path(folder)
 
 
@@ -123,7 +123,7 @@ def _stored_weights(model: Any, predictors: int, seed: int, dtype: torch.dtype) 
     return weights
 
 
-def _save_tokenizer(folder: str | Path) -> None:
+def save_tokenizer(folder: str | Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
