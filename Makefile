@@ -1,24 +1,32 @@
 # Two commands from a fresh clone with python3, pip and make: `make demo` and `make test`. Each sets up .venv by itself.
-.PHONY: .setup demo test test-all test-unit test-engine test-gpu lint bench-planning pins clean
+.PHONY: .setup demo test test-all test-unit test-engine test-gpu test-oldest lint bench-planning pins clean
 
 RUN = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 .venv/bin/python
 # vLLM keeps groups, patches and registries in the process, so each file of engine tests gets one of its own.
 PER_FILE = $(RUN) -m pytest -q --durations=3
 SHORT = $(shell grep -L "^pytestmark = .*mark.long" tests/engine/test_*.py)
 
+# What a trainer imports, on the oldest Python allowed.
+OLDEST = $(addprefix tests/unit/test_,$(addsuffix .py,config_sender digest ipc plan ranks recipes relays residency seam_agree shm source_import))
+
 demo: .setup           ## the main job: train, sample and refit on this machine's CPU
 	$(RUN) examples/colocated_sync_rl.py
 
 test: .setup lint      ## lint, types and the tests of this machine, but for the longest
 	$(RUN) -m pytest tests/unit tests/gpu
+	@tools/oldest.sh tests/unit/test_digest.py tests/unit/test_plan.py tests/unit/test_shm.py tests/unit/test_residency.py
 	@set -e; for file in $(SHORT); do $(PER_FILE) $$file; done
 
 test-all: .setup lint  ## the longest too
 	$(RUN) -m pytest -m "not full_size" tests/unit tests/gpu
+	@tools/oldest.sh $(OLDEST)
 	@set -e; for file in tests/engine/test_*.py; do $(PER_FILE) -m "not full_size" $$file; done
 
 test-unit: .setup      ## pure tests, in a few minutes
 	$(RUN) -m pytest tests/unit
+
+test-oldest: .setup    ## unit tests of what a trainer imports, on the oldest Python; a part of `make test` runs the cheapest
+	@tools/oldest.sh $(OLDEST)
 
 test-engine: .setup    ## real vLLM engines and real Megatron, on a CPU
 	@set -e; for file in $(SHORT); do $(PER_FILE) $$file; done
@@ -38,6 +46,7 @@ bench-planning: .setup ## routes and plans at full published size
 pins: .setup           ## compile requirements/*.txt anew from pyproject.toml
 	.venv/bin/uv pip compile pyproject.toml --extra cpu --extra dev --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements/cpu.txt
 	.venv/bin/uv pip compile pyproject.toml --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements/base.txt
+	printf 'torch==2.13.0\npytest>=8.3\npytest-timeout>=2.3\nhypothesis>=6.115\nml_dtypes>=0.5\n' | .venv/bin/uv pip compile pyproject.toml - --python-version 3.10 --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements/oldest.txt
 	.venv/bin/uv pip compile pyproject.toml --extra gpu --extra plot --no-config --override requirements/gpu-overrides.txt -c requirements/gpu-constraints.txt --generate-hashes --no-header --no-emit-index-url --upgrade -o requirements/gpu.txt
 	grep '^uv==' requirements/cpu.txt | sed 's/ .*//' | .venv/bin/uv pip compile - --generate-hashes --no-header --no-emit-index-url -o requirements/uv.txt
 
@@ -45,4 +54,4 @@ pins: .setup           ## compile requirements/*.txt anew from pyproject.toml
 	@tools/setup.sh
 
 clean:
-	rm -rf .venv out
+	rm -rf .venv .venv-oldest out

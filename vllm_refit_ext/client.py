@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_refit_ext.core.errors import (
     ConfigError,
@@ -187,5 +187,8 @@ def _json(value: Any) -> Any:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
-def _read[M: Message](kind: type[M], replies: list[Any], where: str) -> list[M]:
+M = TypeVar("M", bound=Message)
+
+
+def _read(kind: type[M], replies: list[Any], where: str) -> list[M]:
     return [from_rpc(kind, reply, where) for reply in replies]

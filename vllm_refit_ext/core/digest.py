@@ -70,7 +70,8 @@ def mix(bits: Words, index: NDArray[np.uint64]) -> Words:
 
 def _index_term(index: NDArray[np.uint64]) -> Words:
     low = index.astype(np.uint32)
-    return low * np.uint32(INDEX_LOW) + (index >> np.uint64(32)).astype(np.uint32) * np.uint32(INDEX_HIGH)
+    term: Words = low * np.uint32(INDEX_LOW) + (index >> np.uint64(32)).astype(np.uint32) * np.uint32(INDEX_HIGH)
+    return term
 
 
 def _finish(h: Words, scratch: Words) -> None:

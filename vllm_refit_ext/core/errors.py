@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import TypeVar
 
 import msgspec
 
@@ -32,6 +32,9 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{text}. {self.do[0].upper()}{self.do[1:]}{'' if self.do[-1] in '.?' else '.'}"
 
 
+E = TypeVar("E", bound="RefitError")
+
+
 class RefitError(Exception):
     """Base of every error that this project raises on purpose. `problems` holds one or more `Problem`."""
 
@@ -40,7 +43,7 @@ class RefitError(Exception):
         super().__init__(str(self.problems[0]))
 
     @classmethod
-    def of(cls, problems: Sequence[Problem], summary: str = "") -> Self:
+    def of(cls: type[E], problems: Sequence[Problem], summary: str = "") -> E:
         """An error of this class that carries all of `problems` (at least one)."""
         if not problems:
             raise ValueError("an error needs at least one problem")

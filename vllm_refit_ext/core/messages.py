@@ -6,7 +6,7 @@ serves vLLM's in-process, multiprocess and HTTP paths. Unknown fields are errors
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -222,7 +222,10 @@ def to_rpc(message: Message) -> dict[str, Any]:
     return plain
 
 
-def from_rpc[M: Message](kind: type[M], value: object, where: str) -> M:
+M = TypeVar("M", bound=Message)
+
+
+def from_rpc(kind: type[M], value: object, where: str) -> M:
     """Read a message of type `kind`. `where` names the call in the error. Raises ConfigError."""
     try:
         return msgspec.convert(value, kind)

@@ -96,7 +96,8 @@ def scale_byte(amax: NDArray[np.uint32], rule: Rule = "ceil") -> Bytes:
         exponent = ((amax + np.uint32(0x1FFFFF)) >> 23).astype(np.int32) - 8
     else:
         exponent = (amax >> 23).astype(np.int32)
-    return np.clip(exponent, 1, 254).astype(np.uint8)
+    scales: Bytes = np.clip(exponent, 1, 254).astype(np.uint8)
+    return scales
 
 
 def encode_e4m3(y: Floats) -> Bytes:

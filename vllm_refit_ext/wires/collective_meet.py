@@ -14,13 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from vllm_refit_ext.core import errors
 from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, WireError
+
+T = TypeVar("T")
 
 CONNECT_S = 10.0
 """Seconds within which a store on a reachable host must answer."""
@@ -65,7 +67,7 @@ class Store:
         """torch's store."""
         return self._store
 
-    def call[T](self, work: Callable[[Any], T], deadline: float) -> T:
+    def call(self, work: Callable[[Any], T], deadline: float) -> T:
         """`work(store)`. Raises WireError when the store is gone, DeadlineError when it does not answer."""
         try:
             return run_until(deadline, "the trainer's store did not answer", self._where, lambda: work(self._store))
@@ -142,7 +144,7 @@ class Store:
         self.call(lambda store: [store.delete_key(k) for k in keys], deadline)
 
 
-def run_until[T](deadline: float, what: str, where: str, work: Callable[[], T]) -> T:
+def run_until(deadline: float, what: str, where: str, work: Callable[[], T]) -> T:
     """`work()` in a thread, left behind when the deadline passes: neither the store's nor a group's calls can be ended."""
     box: list[tuple[bool, Any]] = []
 
