@@ -15,7 +15,7 @@ from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.receiver import kernel_writer
 from vllm_refit_ext.receiver.held import HeldParam
-from vllm_refit_ext.receiver.kernel_moves import unfit
+from vllm_refit_ext.receiver.kernel_moves import kernel_moves
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.wires.boxes import as_bytes
 
@@ -150,7 +150,7 @@ def test_a_transposed_checkpoint_tensor():
 
 
 def test_a_cut_inside_a_block_is_named_beforehand():
-    """`unfit` names it, and the writer refuses it."""
+    """`kernel_moves` names it, and the writer refuses it."""
     n, k = 64, 128
     x = torch.randn(n, k).bfloat16()
     coding = Coding("plain", "ceil")
@@ -161,7 +161,7 @@ def test_a_cut_inside_a_block_is_named_beforehand():
     plan = build_plan(Manifest({"w": TensorSpec((n, k), "bfloat16")}), sources, targets)
     held = Held(n, k)
     one = HeldParam(coding, (n, k), held, torch.zeros(n, k, dtype=torch.uint8), [torch.zeros(n, k // 32, dtype=torch.uint8)])
-    assert "32" in unfit(plan, {"m.weight": one})["w"]
+    assert "32" in str(kernel_moves(plan, {"m.weight": one}).unfit["w"])
     with pytest.raises(LayoutError, match="32"):
         KernelWriter(plan, {}, {"m.weight": one}, torch.device("cpu"))
     assert x.shape == (n, k)
@@ -202,3 +202,30 @@ def test_sources_on_the_host_come_in_parts(coded, monkeypatch):
     assert len(writer._parts) > 1
     assert torch.equal(whole.values, parts.values)
     assert torch.equal(whole.scales[0], parts.scales[0])
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_moves_of_a_plan_are_those_of_its_moves_one_by_one(coded):
+    """All at once or each alone with its scales: the same table, whatever stands beside a move."""
+    coding = Coding("trtllm_moe", "ceil")
+    plan, _, _ = experts_plan(coded, coding, 3)
+    held = {"m.w13_weight": engine_param(coding, twins=2)}
+    together = kernel_moves(plan, held).moves
+    alone = []
+    for move in np.flatnonzero(~plan.is_scale).tolist():
+        mask = np.arange(len(plan)) == move
+        alone += kernel_moves(plan.select(plan.with_scales(mask)), held).moves
+    assert together == alone
+    assert len(together) >= 2 * 18
+
+
+def test_a_missing_scale_names_its_tensor_and_no_other():
+    """A part of the scales does not travel: the tensor's name is in `unfit`, others have their moves."""
+    coding = Coding("plain", "ceil")
+    plan, _, _ = experts_plan(True, coding, 1)
+    lost = plan.names.index("1.up.weight_s")
+    first = int(np.flatnonzero(plan.tensor == lost)[0])
+    made = kernel_moves(plan.select(np.arange(len(plan)) != first), {"m.w13_weight": engine_param(coding)})
+    assert list(made.unfit) == ["1.up.weight"]
+    assert "do not travel" in str(made.unfit["1.up.weight"])
+    assert {m.name for m in made.moves} == {f"{e}.{p}.weight" for e in range(E) for p in ("gate", "up")} - {"1.up.weight"}

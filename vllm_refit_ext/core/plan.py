@@ -9,8 +9,9 @@ for itself, the sender can plan for all, and equal digests prove that they agree
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -44,6 +45,8 @@ class Plan:
     names: tensor names in manifest order; `tensor[i]` indexes it. sources, targets: lists of Buffer.
     tensor, source, target: int64 [n]. lo, extent: int64 [n, D] elements. source_offset, target_offset: int64 [n] bytes.
     source_strides, target_strides: int64 [n, D] bytes.
+    scale_of: int64 [names]: which tensor holds a tensor's travelling scales, -1 where none does. depth: int64 [names]: dimensions
+        of each tensor.
     """
 
     COLUMNS = ("tensor", "source", "target", "lo", "extent", "source_offset", "source_strides", "target_offset", "target_strides")
@@ -59,6 +62,11 @@ class Plan:
         self._source_rank: Int = np.array([b.rank for b in self.sources], np.int64)
         self._target_rank: Int = np.array([b.rank for b in self.targets], np.int64)
         self._source_item: Int = np.array([ITEMSIZE[b.dtype] for b in self.sources], np.int64)
+        specs = manifest.tensors.values()
+        coded = {spec.scale for spec in specs if spec.format == "mxfp8"}
+        index = {name: i for i, name in enumerate(self.names) if name in coded}
+        self.scale_of: Int = np.array([index.get(t.scale, -1) if t.format == "mxfp8" else -1 for t in specs], np.int64)
+        self.depth: Int = np.array([len(t.shape) for t in specs], np.int64)
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -80,9 +88,37 @@ class Plan:
             np.prod(self.extent, axis=1, dtype=np.int64) * self._source_item[self.source] if len(self) else np.zeros(0, np.int64)
         )
 
+    @property
+    def is_scale(self) -> NDArray[np.bool_]:
+        """The moves of scales that travel beside their codes, bool [n]."""
+        travels = np.zeros(len(self.names), bool)
+        travels[self.scale_of[self.scale_of >= 0]] = True
+        mask: NDArray[np.bool_] = travels[self.tensor]
+        return mask
+
     def select(self, keep: NDArray[np.bool_] | Int) -> Plan:
-        """The moves in `keep` (mask or indices), with the same buffers."""
-        return Plan(self.manifest, self.sources, self.targets, **{c: getattr(self, c)[keep] for c in self.COLUMNS})
+        """The moves in `keep` (mask or indices). Names, buffers and what is known of them are shared: it costs no more
+        than its moves."""
+        part = copy.copy(self)
+        for column in self.COLUMNS:
+            setattr(part, column, getattr(self, column)[keep])
+        return part
+
+    def into(self, accepts: Callable[[Buffer], bool]) -> NDArray[np.bool_]:
+        """The moves into target buffers that `accepts` takes, bool [n]. Each buffer that moves use is asked once."""
+        good = np.zeros(len(self.targets), bool)
+        used = np.unique(self.target).tolist()
+        good[used] = [accepts(self.targets[t]) for t in used]
+        mask: NDArray[np.bool_] = good[self.target]
+        return mask
+
+    def with_scales(self, moves: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """`moves` (bool [n]) and the moves of all travelling scales of the tensors of codes among them."""
+        wanted = np.zeros(len(self.names), bool)
+        scales = self.scale_of[self.tensor[moves]]
+        wanted[scales[scales >= 0]] = True
+        mask: NDArray[np.bool_] = moves | wanted[self.tensor]
+        return mask
 
     def for_target(self, rank: int) -> Plan:
         """The moves into engine rank `rank`."""

@@ -6,7 +6,7 @@ Sizes and positions count elements, offsets and strides count bytes (as in `core
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from vllm_refit_ext.core.dtypes import CASTS, itemsize
 from vllm_refit_ext.core.errors import LayoutError
@@ -16,16 +16,14 @@ from vllm_refit_ext.core.mxfp8 import BLOCK, Rule, check_k, check_rule
 BYTE_DTYPES = frozenset({"uint8", "float8_e4m3fn", "float8_e8m0fnu"})
 
 
-@dataclass(frozen=True, slots=True)
-class At:
+class At(msgspec.Struct, frozen=True):
     """A place: `offset` bytes into buffer number `buffer`."""
 
     buffer: int
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Strided:
+class Strided(msgspec.Struct, frozen=True):
     """A box of elements in memory: `shape` elements, `strides` bytes (not negative), of `dtype` (torch's name)."""
 
     at: At
@@ -64,8 +62,7 @@ def contiguous(at: At, dtype: str, shape: tuple[int, ...]) -> Strided:
     return Strided(at, dtype, shape, tuple(reversed(strides)))
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(msgspec.Struct, frozen=True):
     """`count` MXFP8 matrices of equal size, one after another, held in `layout`: an expert tensor, or one linear.
 
     `values` and `scales` say where the first matrix's bytes begin.
@@ -123,8 +120,7 @@ def start3(start: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) * (3 - len(start)) + start
 
 
-@dataclass(frozen=True, slots=True)
-class CopyMove:
+class CopyMove(msgspec.Struct, frozen=True):
     """Copy `source` to `target`: equal shapes; equal item sizes (raw bytes) or a pair of `core.dtypes.CASTS` (a cast)."""
 
     source: Strided
@@ -150,8 +146,7 @@ class CopyMove:
         return (self.source.dtype, self.target.dtype) in CASTS
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizeMove:
+class QuantizeMove(msgspec.Struct, frozen=True):
     """Quantise `source` [rows, K] or [matrices, rows, K] (bfloat16 or float32) into `target` at the canonical position `start`.
 
     `start` is (row, k) or (matrix, row, k), in elements of the held matrix, padding included.
@@ -170,8 +165,7 @@ class QuantizeMove:
         self.target.check_box(self.source.shape, self.start, self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class ShuffleMove:
+class ShuffleMove(msgspec.Struct, frozen=True):
     """Move canonical `codes` [..., rows, K] and `scales` [..., rows, K/32] (bytes) into `target` at `start`; with `inverse`,
     read the same box of `target` back into `codes` and `scales`. The last dimensions are contiguous."""
 
@@ -197,8 +191,7 @@ class ShuffleMove:
             raise LayoutError("scales don't fit the codes", where=self.name, got=self.scales.shape, wanted=wanted)
 
 
-@dataclass(frozen=True, slots=True)
-class DigestMove:
+class DigestMove(msgspec.Struct, frozen=True):
     """Digest a box of a checkpoint tensor of `shape` that begins at `start`; moves with the same `out` add up.
 
     `content` is the box itself (elements of 1, 2, 4 or 8 bytes), or a `HeldBox` of an engine's layout.
@@ -211,8 +204,7 @@ class DigestMove:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldBox:
+class HeldBox(msgspec.Struct, frozen=True):
     """The canonical bytes of a box of a stack: its codes [..., rows, K], or with `scales` its scale bytes [..., rows, K/32].
 
     `start` and `size` have 2 or 3 dimensions and count values or scale blocks of the held matrix.

@@ -160,6 +160,11 @@ class _Touched:
         self.end = np.array(touched.end, dtype=np.int64)
         self.writes = np.array(touched.writes, dtype=bool)
         self.owner = np.array(touched.owner, dtype=np.int64)
+        self.used, which = np.unique(self.buffer, return_inverse=True)
+        reach = np.zeros(len(self.used), np.int64)
+        np.maximum.at(reach, which, self.end)
+        self.reach: list[int] = reach.tolist()
+        """How far the table goes into each of `used`, bytes."""
 
     def check(
         self,
@@ -175,22 +180,23 @@ class _Touched:
             return
         if self.buffer.max() >= len(buffers):
             raise LayoutError("a buffer is missing", got=f"{len(buffers)} buffers", wanted=f"{self.buffer.max() + 1}")
-        for number in np.unique(self.buffer).tolist():
-            buffer, wanted = buffers[number], min(alignment.get(number, wide), wide)
-            where = f"buffer {number}"
-            if addresses[number] % wanted:
+        for number, reach in zip(self.used.tolist(), self.reach, strict=True):
+            buffer, multiple = buffers[number], min(alignment.get(number, wide), wide)
+            if addresses[number] % multiple:
                 raise LayoutError(
                     "an address is not aligned as declared",
-                    where=where,
+                    where=f"buffer {number}",
                     got=f"address {addresses[number]:#x}",
-                    wanted=f"a multiple of {wanted}",
+                    wanted=f"a multiple of {multiple}",
                     do="declare its alignment when the table is built",
                 )
             if isinstance(buffer, torch.Tensor) and buffer.device != device:
-                raise LayoutError("a buffer is on another device", where=where, got=buffer.device, wanted=device)
-            reach, size = int(self.end[self.buffer == number].max()), extent_of(buffer)
+                raise LayoutError("a buffer is on another device", where=f"buffer {number}", got=buffer.device, wanted=device)
+            size = extent_of(buffer)
             if size is not None and reach > size:
-                raise LayoutError("a buffer is too small", where=where, got=f"{size} bytes", wanted=f"at least {reach}")
+                raise LayoutError(
+                    "a buffer is too small", where=f"buffer {number}", got=f"{size} bytes", wanted=f"at least {reach}"
+                )
         self._check_overlap(moves, np.array(addresses, dtype=np.uint64).astype(np.int64))
 
     def _check_overlap(self, moves: Sequence[object], bases: np.ndarray) -> None:

@@ -1,21 +1,29 @@
 """From a plan's moves to the moves of a kernel table: the canonical box of a parameter becomes a place in what the engine
-holds."""
+holds.
+
+Geometry is computed for all moves at once; what is left to do for each is to make one object.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from vllm_refit_ext.core.coded import PLAIN, coding_of
+from vllm_refit_ext.core.coded import PLAIN, Coding, coding_of
 from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.core.mxfp8 import BLOCK
+from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.kernels.moves import At, CopyMove, QuantizeMove, ShuffleMove, Stack, Strided
+from vllm_refit_ext.kernels.moves import At, CopyMove, Move, QuantizeMove, ShuffleMove, Stack, Strided
 from vllm_refit_ext.receiver.held import HeldParam
-from vllm_refit_ext.wires.coded import Ints, ScaleMoves, Side
+from vllm_refit_ext.wires.coded import CODES, ScaleMoves
+
+MATRIX, ROW, COLUMN = 0, 1, 2
 
 
 class Numbering(msgspec.Struct):
@@ -28,6 +36,43 @@ class Numbering(msgspec.Struct):
     plain: dict[str, int]
     values: dict[str, int]
     scales: dict[str, list[int]]
+
+
+class KernelMoves(msgspec.Struct):
+    """What a table executes for a plan.
+
+    numbers: of its buffers. moves: into plain and MXFP8 parameters. unfit: HF name with a move that no kernel takes -> the error;
+    a trainer's shard may cut a block of 32 that the engine does not.
+    """
+
+    numbers: Numbering
+    moves: list[Move]
+    unfit: dict[str, LayoutError]
+
+
+class Side(msgspec.Struct):
+    """One side of boxes: int64 `offset` [n] bytes into a buffer, int64 `strides` [n, D] bytes."""
+
+    offset: Int
+    strides: Int
+
+
+class Matrices(msgspec.Struct):
+    """Boxes [matrices, rows, K] of canonical parameters. of: int64 [m], the row of the input that each is a part of. start,
+    shape: int64 [m, 3], elements of the held matrix. runs: bool [m], whether K is taken in runs. sides: their strides [m, 3] in
+    the order of the shape."""
+
+    of: Int
+    start: Int
+    shape: Int
+    runs: NDArray[np.bool_]
+    sides: list[Side]
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """Of each box, as numbers and tuples: of, start, shape, runs, then offset and strides of every side."""
+        sides = [column for side in self.sides for column in (side.offset, side.strides)]
+        columns = (self.of, self.start, self.shape, self.runs, *sides)
+        return zip(*(c.tolist() if c.ndim == 1 else map(tuple, c.tolist()) for c in columns), strict=True)
 
 
 def number_buffers(plan: Plan, held: Mapping[str, HeldParam]) -> Numbering:
@@ -45,137 +90,132 @@ def number_buffers(plan: Plan, held: Mapping[str, HeldParam]) -> Numbering:
     return found
 
 
-def kernel_moves(plan: Plan, held: Mapping[str, HeldParam], numbers: Numbering) -> list[CopyMove | QuantizeMove | ShuffleMove]:
-    """The table's moves for every move of `plan` into a plain or an MXFP8 parameter.
-
-    Raises LayoutError that names the tensor of a move that no kernel takes.
-    """
-    moves: list[CopyMove | QuantizeMove | ShuffleMove] = []
-    scales = ScaleMoves(plan)
-    for move in range(len(plan)):
-        buffer = plan.targets[int(plan.target[move])]
-        if buffer.layout == PLAIN:
-            moves.append(_copy(plan, move, numbers.plain[buffer.name]))
-        elif coding_of(buffer.layout) and buffer.name in held:
-            one = held[buffer.name]
-            for twin in range(len(one.scales)):
-                stack = _stack(one, numbers.values[buffer.name], numbers.scales[buffer.name][twin])
-                if buffer.dtype == "float8_e4m3fn":
-                    moves += _shuffles(plan, move, one, stack, scales)
-                else:
-                    moves += _quantises(plan, move, one, stack)
-    return moves
+def kernel_moves(plan: Plan, held: Mapping[str, HeldParam]) -> KernelMoves:
+    """The table's moves for every move of `plan` into a plain or an MXFP8 parameter, and what no kernel takes."""
+    made = KernelMoves(number_buffers(plan, held), [], {})
+    _copies(plan, np.flatnonzero(plan.into(lambda b: b.layout == PLAIN)), made)
+    coded = plan.into(lambda b: b.name in held and coding_of(b.layout) is not None)
+    codes = plan.into(lambda b: b.dtype == CODES)
+    _quantises(plan, np.flatnonzero(coded & ~codes), held, made)
+    _shuffles(plan, np.flatnonzero(coded & codes), held, made)
+    return made
 
 
-def unfit(plan: Plan, held: Mapping[str, HeldParam]) -> dict[str, str]:
-    """HF names with a move that no kernel takes, with the reason: a trainer's shard may cut a block of 32 that the engine does
-    not."""
-    numbers, scales, reasons = number_buffers(plan, held), ScaleMoves(plan), dict[str, str]()
-    for move in range(len(plan)):
-        buffer = plan.targets[int(plan.target[move])]
-        name = plan.names[int(plan.tensor[move])]
-        if not coding_of(buffer.layout) or buffer.name not in held or name in reasons:
-            continue
-        one = held[buffer.name]
-        stack = _stack(one, numbers.values[buffer.name], numbers.scales[buffer.name][0])
+def _copies(plan: Plan, moves: Int, made: KernelMoves) -> None:
+    names, sources, targets = _of(plan, moves)
+    columns = (plan.extent, plan.source_offset, plan.source_strides, plan.target_offset, plan.target_strides)
+    sides = zip(*(c[moves].tolist() for c in columns), strict=True)
+    for name, source, target, (extent, at, steps, place, others) in zip(names, sources, targets, sides, strict=True):
+        a, b, shape = plan.sources[source], plan.targets[target], tuple(extent)
+        from_box = Strided(At(source, at), a.dtype, shape, tuple(steps))
+        into_box = Strided(At(made.numbers.plain[b.name], place), b.dtype, shape, tuple(others))
+        made.moves.append(CopyMove(from_box, into_box, name))
+
+
+def _quantises(plan: Plan, moves: Int, held: Mapping[str, HeldParam], made: KernelMoves) -> None:
+    side = Side(plan.source_offset[moves], plan.source_strides[moves])
+    found = matrices(plan, moves, held, plan.target_offset[moves], plan.extent[moves], [side])
+    stacks = _stacks(plan, moves, held, made.numbers)
+    names, sources, targets = _of(plan, moves)
+    for i, start, shape, runs, offset, strides in found.rows():
+        source, target, name = sources[i], targets[i], names[i]
+        coding, all_scales, deep = stacks[target]
         try:
-            list(
-                _shuffles(plan, move, one, stack, scales)
-                if buffer.dtype == "float8_e4m3fn"
-                else _quantises(plan, move, one, stack)
-            )
+            _check_runs(runs, name)
+            box = Strided(At(source, offset), plan.sources[source].dtype, shape[deep:], strides[deep:])
+            made.moves += [QuantizeMove(box, one, start[deep:], coding.rule, name) for one in all_scales]
         except LayoutError as error:
-            reasons[name] = str(error)
-    return reasons
+            made.unfit.setdefault(name, error)
 
 
-def _stack(one: HeldParam, values: int, scales: int) -> Stack:
-    return Stack(one.coding.layout, At(values), At(scales), one.held, one.count)
-
-
-def _copy(plan: Plan, move: int, target: int) -> CopyMove:
-    a, b = plan.sources[int(plan.source[move])], plan.targets[int(plan.target[move])]
-    shape = tuple(plan.extent[move].tolist())
-    source = Strided(
-        At(int(plan.source[move]), int(plan.source_offset[move])), a.dtype, shape, tuple(plan.source_strides[move].tolist())
+def _shuffles(plan: Plan, moves: Int, held: Mapping[str, HeldParam], made: KernelMoves) -> None:
+    if not len(moves):
+        return
+    pieces = ScaleMoves(plan).pieces(moves)
+    for move, error in pieces.bad.items():
+        made.unfit.setdefault(plan.names[int(plan.tensor[move])], error)
+    of, other = pieces.move, pieces.other
+    inside, at = pieces.lo - plan.lo[of], pieces.lo - plan.lo[other]
+    row, last = np.arange(len(of)), plan.depth[plan.tensor[of]] - 1
+    at[row, last] = pieces.lo[row, last] // BLOCK - plan.lo[other, last]
+    codes, scales = (
+        Side(plan.source_offset[m] + (a * plan.source_strides[m]).sum(axis=1), plan.source_strides[m])
+        for m, a in ((of, inside), (other, at))
     )
-    place = Strided(At(target, int(plan.target_offset[move])), b.dtype, shape, tuple(plan.target_strides[move].tolist()))
-    return CopyMove(source, place, plan.names[int(plan.tensor[move])])
+    place = plan.target_offset[of] + (inside * plan.target_strides[of]).sum(axis=1)
+    found = matrices(plan, of, held, place, pieces.hi - pieces.lo, [codes, scales])
+    stacks = _stacks(plan, of, held, made.numbers)
+    names, sources, targets = _of(plan, of)
+    scale_sources = plan.source[other].tolist()
+    for i, start, shape, runs, offset, strides, scale_offset, scale_strides in found.rows():
+        _, all_scales, deep = stacks[targets[i]]
+        size = (*shape[deep:-1], shape[-1] // BLOCK)
+        try:
+            _check_runs(runs, names[i])
+            a = Strided(At(sources[i], offset), "uint8", shape[deep:], strides[deep:])
+            b = Strided(At(scale_sources[i], scale_offset), "uint8", size, scale_strides[deep:])
+            made.moves += [ShuffleMove(a, b, one, start[deep:], name=names[i]) for one in all_scales]
+        except LayoutError as error:
+            made.unfit.setdefault(names[i], error)
 
 
-def _quantises(plan: Plan, move: int, one: HeldParam, stack: Stack) -> Iterator[QuantizeMove]:
-    number = int(plan.source[move])
-    source, target = plan.sources[number], plan.targets[int(plan.target[move])]
-    name = plan.names[int(plan.tensor[move])]
-    coding = coding_of(target.layout)
-    assert coding is not None
-    side = Side(int(plan.source_offset[move]), tuple(plan.source_strides[move].tolist()))
-    for start, shape, (part,) in matrices(plan, move, one, [side], name):
-        box = Strided(At(number, part.offset), source.dtype, shape, part.strides)
-        yield QuantizeMove(box, stack, start, coding.rule, name)
+def _of(plan: Plan, moves: Int) -> tuple[list[str], list[int], list[int]]:
+    """Tensor name, source buffer and target buffer of each move."""
+    return [plan.names[t] for t in plan.tensor[moves].tolist()], plan.source[moves].tolist(), plan.target[moves].tolist()
 
 
-def _shuffles(plan: Plan, move: int, one: HeldParam, stack: Stack, scales: ScaleMoves) -> Iterator[ShuffleMove]:
-    name = plan.names[int(plan.tensor[move])]
-    number = int(plan.source[move])
-    for codes, other, scale, piece in scales.pieces(move):
-        for start, shape, (a, b) in matrices(piece, 0, one, [codes, scale], name):
-            size = (*shape[:-1], shape[-1] // BLOCK)
-            yield ShuffleMove(
-                Strided(At(number, a.offset), "uint8", shape, a.strides),
-                Strided(At(other, b.offset), "uint8", size, b.strides),
-                stack,
-                start,
-                name=name,
-            )
-
-
-def matrices(plan: Plan, move: int, one: HeldParam, sides: list[Side], name: str) -> Iterator[tuple[Ints, Ints, list[Side]]]:
-    """Cut a move into boxes [rows, K] or [matrices, rows, K] of the canonical parameter.
-
-    Yields (start, shape, sides): start and shape in elements of the held matrix, a side's strides in the order of the shape.
-    Dimensions of the checkpoint tensor may come in any order; one that steps neither by matrices, rows nor elements is walked.
-    """
-    buffer = plan.targets[int(plan.target[move])]
-    item, k = ITEMSIZE[buffer.dtype], one.shape[-1]
-    size = one.shape[-2] * k
-    extent, steps = plan.extent[move].tolist(), (plan.target_strides[move] // item).tolist()
-    axes: dict[str, int] = {}
-    walked = []
-    for d, n in enumerate(extent):
-        if n == 1:
-            continue
-        kind = {1: "k", k: "row", size: "matrix"}.get(steps[d], "")
-        # One row steps like one matrix where a matrix has a single row.
-        if kind == "row" and len(one.shape) == 3 and size == k:
-            kind = "matrix"
-        if kind and kind not in axes:
-            axes[kind] = d
-        else:
-            walked.append(d)
-    first = int(plan.target_offset[move]) // item
-    order = [axes.get(kind) for kind in ("matrix", "row", "k")]
-    shape = tuple(extent[d] if d is not None else 1 for d in order)
-    stack = len(one.shape) == 3
-    for index in np.ndindex(*(extent[d] for d in walked)):
-        element = first + sum(i * steps[d] for i, d in zip(index, walked, strict=True))
-        place = (element // size, element % size // k, element % k)
-        parts = [
-            Side(
-                side.offset + sum(i * side.strides[d] for i, d in zip(index, walked, strict=True)),
-                tuple(side.strides[d] if d is not None else 0 for d in order),
-            )
-            for side in sides
-        ]
-        for part in parts:
-            part.strides = (*part.strides[:2], _last(part.strides[2], order[2], name))
-        if stack:
-            yield place, shape, parts
-        else:
-            yield place[1:], shape[1:], [Side(p.offset, p.strides[1:]) for p in parts]
-
-
-def _last(stride: int, axis: int | None, name: str) -> int:
-    if axis is None:
+def _check_runs(runs: bool, name: str) -> None:
+    if not runs:
         raise LayoutError("a move takes single elements along K", where=name, wanted="whole blocks of 32")
-    return stride
+
+
+def _stacks(
+    plan: Plan, moves: Int, held: Mapping[str, HeldParam], numbers: Numbering
+) -> dict[int, tuple[Coding, list[Stack], int]]:
+    """For each target buffer of `moves`: its coding, a stack for every tensor that holds its scales, and how many of the three
+    dimensions it lacks."""
+    found = {}
+    for t in np.unique(plan.target[moves]).tolist():
+        buffer = plan.targets[t]
+        one, coding = held[buffer.name], coding_of(buffer.layout)
+        assert coding is not None
+        values = At(numbers.values[buffer.name])
+        all_scales = [Stack(one.coding.layout, values, At(n), one.held, one.count) for n in numbers.scales[buffer.name]]
+        found[t] = coding, all_scales, 3 - len(one.shape)
+    return found
+
+
+def matrices(plan: Plan, moves: Int, held: Mapping[str, HeldParam], at: Int, extent: Int, sides: list[Side]) -> Matrices:
+    """Cut boxes of MXFP8 parameters into boxes [matrices, rows, K] of the canonical parameter.
+
+    Row i is a box of `extent[i]` (int64 [n, D], dimensions of the checkpoint tensor) that lies `at[i]` bytes into the target of
+    `moves[i]`. Dimensions may come in any order; one that steps neither by matrices, rows nor elements is walked.
+    """
+    targets, which = np.unique(plan.target[moves], return_inverse=True)
+    buffers = [plan.targets[t] for t in targets.tolist()]
+    width = np.array([held[b.name].shape[-1] for b in buffers], np.int64)[which]
+    size = np.array([held[b.name].shape[-2] * held[b.name].shape[-1] for b in buffers], np.int64)[which]
+    item = np.array([ITEMSIZE[b.dtype] for b in buffers], np.int64)[which]
+    of, row = np.arange(len(moves)), np.arange(len(moves))
+    first, steps = at // item, plan.target_strides[moves] // item[:, None]
+    axes = np.full((len(moves), 3), -1)
+    kind = np.select([steps == size[:, None], steps == width[:, None], steps == 1], [MATRIX, ROW, COLUMN], -1)
+    walked = np.zeros(extent.shape, bool)
+    for d in range(extent.shape[1]):
+        free = (kind[:, d] >= 0) & (axes[row, kind[:, d]] < 0)
+        takes = (extent[:, d] > 1) & free
+        axes[row[takes], kind[takes, d]] = d
+        walked[:, d] = (extent[:, d] > 1) & ~free
+    offsets = [side.offset for side in sides]
+    for d in np.flatnonzero(walked.any(axis=0)).tolist():
+        count = np.where(walked[of, d], extent[of, d], 1)
+        again = np.repeat(np.arange(len(of)), count)
+        step = np.arange(len(again)) - np.repeat(np.cumsum(count) - count, count)
+        of, first = of[again], first[again] + step * steps[of[again], d]
+        offsets = [offset[again] + step * side.strides[of, d] for offset, side in zip(offsets, sides, strict=True)]
+    axis = axes[of]
+    here = axis >= 0
+    shape = np.where(here, np.take_along_axis(extent[of], axis, axis=1), 1)
+    start = np.stack([first // size[of], first % size[of] // width[of], first % width[of]], axis=1)
+    strides = [np.where(here, np.take_along_axis(side.strides[of], axis, axis=1), 0) for side in sides]
+    return Matrices(of, start, shape, here[:, COLUMN], [Side(o, s) for o, s in zip(offsets, strides, strict=True)])

@@ -7,12 +7,13 @@ MXFP8 and ends in a parameter of floats is dequantised here as well, tensor by t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.coded import DEQUANTISED, PLAIN, dequantised_to
+from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, PLAIN, dequantised_to
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.kernels import twin
@@ -22,9 +23,9 @@ from vllm_refit_ext.kernels.mxfp8 import check_finite
 from vllm_refit_ext.kernels.table import Table
 from vllm_refit_ext.kernels.verify import verify
 from vllm_refit_ext.receiver.held import HeldParam
-from vllm_refit_ext.receiver.kernel_moves import Numbering, kernel_moves, matrices, number_buffers
+from vllm_refit_ext.receiver.kernel_moves import KernelMoves, Side, kernel_moves, matrices
 from vllm_refit_ext.wires.boxes import Content, Memory, as_bytes, box_view, source_view, target_view
-from vllm_refit_ext.wires.coded import CODES, ScaleMoves, Side, along_k, dequantise, gather_scales
+from vllm_refit_ext.wires.coded import CODES, ScaleMoves, along_k, dequantise, gather_scales
 
 ALIGNED = 16
 """Bytes; a source whose address is a multiple of it takes the fast kernels."""
@@ -53,30 +54,36 @@ class KernelWriter:
     name = "in place"
 
     def __init__(
-        self, plan: Plan, params: Mapping[str, torch.Tensor], held: Mapping[str, HeldParam], device: torch.device
+        self,
+        plan: Plan,
+        params: Mapping[str, torch.Tensor],
+        held: Mapping[str, HeldParam],
+        device: torch.device,
+        made: KernelMoves | None = None,
     ) -> None:
         """plan: this rank's moves. params: live tensors by name, for plain and dequantised buffers. held: MXFP8 parameters by
-        name.
+        name. made: what `kernel_moves` made of the same plan, if it was made.
 
         Raises LayoutError for a move that no kernel takes.
         """
-        inside = np.array([not b.layout.startswith("checkpoint") for b in plan.targets], bool)
-        self.plan = plan.select(inside[plan.target] if len(plan) else np.zeros(0, bool))
+        self.plan = plan.select(plan.into(lambda buffer: not buffer.layout.startswith(CHECKPOINT)))
         self.device = device
-        self._params, self._held = dict(params), dict(held)
-        self._numbers: Numbering = number_buffers(self.plan, held)
-        self._moves = kernel_moves(self.plan, held, self._numbers)
-        self._scales = ScaleMoves(self.plan)
-        self._dequantised = [m for m in range(len(self.plan)) if self._ends_as_float(m)]
-        self._used = sorted({int(s) for s in np.unique(self.plan.source)})
+        self._params, self._held = params, held
+        made = made or kernel_moves(self.plan, held)
+        for error in made.unfit.values():
+            raise error
+        self._numbers, self._moves = made.numbers, made.moves
+        codes = self.plan.into(lambda buffer: buffer.layout.startswith(DEQUANTISED) and buffer.dtype == CODES)
+        self._dequantised: list[int] = np.flatnonzero(codes).tolist()
+        self._used: list[int] = np.unique(self.plan.source).tolist()
         self._table: Table | None = None
         self._alignment: dict[int, int] = {}
         self._token: object = None
         self._parts: list[tuple[KernelWriter, list[int]]] = []
 
-    def _ends_as_float(self, move: int) -> bool:
-        buffer = self.plan.targets[int(self.plan.target[move])]
-        return buffer.layout.startswith(DEQUANTISED) and buffer.dtype == CODES
+    @functools.cached_property
+    def _scales(self) -> ScaleMoves:
+        return ScaleMoves(self.plan)
 
     @property
     def launches(self) -> int:
@@ -132,12 +139,8 @@ class KernelWriter:
             group.append(number)
             size += plan.sources[number].nbytes
         groups.append(group)
-        index = {name: i for i, name in enumerate(plan.names)}
-        codes_of = {index[t.scale]: i for i, t in enumerate(plan.manifest.tensors.values()) if t.scale}
-        owner = np.array([codes_of.get(i, -1) for i in range(len(plan.names))], np.int64)[plan.tensor]
         for group in groups:
-            mine = np.isin(plan.source, group) & (owner < 0)
-            part = plan.select(mine | np.isin(owner, plan.tensor[mine]))
+            part = plan.select(plan.with_scales(np.isin(plan.source, group) & ~plan.is_scale))
             if len(part):
                 writer = KernelWriter(part, self._params, self._held, self.device)
                 self._parts.append((writer, np.unique(part.source).tolist()))
@@ -210,16 +213,19 @@ def dtype_of(name: str) -> torch.dtype:
 
 def read_back(plan: Plan, move: int, one: HeldParam) -> tuple[torch.Tensor, torch.Tensor]:
     """Canonical (codes uint8 [extent], scales uint8 [extent, last dimension of blocks]) of a move's box in an MXFP8 parameter."""
-    name = plan.names[int(plan.tensor[move])]
     extent, along = plan.extent[move].tolist(), along_k(plan, move)
     stack = Stack(one.coding.layout, At(0), At(1), one.held, one.count)
     buffers = [one.values, one.scales[0]]
     codes = torch.empty(extent, dtype=torch.uint8, device=one.values.device)
     shape = [n // BLOCK if d == along else n for d, n in enumerate(extent)]
     scales = torch.empty(shape, dtype=torch.uint8, device=one.values.device)
-    whole = Side(0, tuple(codes.stride())), Side(0, tuple(scales.stride()))
-    for start, size, (a, b) in matrices(plan, move, one, list(whole), name):
+    whole = [Side(np.zeros(1, np.int64), np.array([t.stride()], np.int64)) for t in (codes, scales)]
+    row = np.array([move])
+    found = matrices(
+        plan, row, {plan.targets[int(plan.target[move])].name: one}, plan.target_offset[row], plan.extent[row], whole
+    )
+    for _, start, size, _, at, steps, scale_at, scale_steps in found.rows():
         blocks, first = (*size[:-1], size[-1] // BLOCK), (*start[:-1], start[-1] // BLOCK)
-        codes.as_strided(size, a.strides, a.offset).copy_(twin.get(stack, start, size, buffers).view(size))
-        scales.as_strided(blocks, b.strides, b.offset).copy_(twin.get(stack, first, blocks, buffers, scales=True).view(blocks))
+        codes.as_strided(size, steps, at).copy_(twin.get(stack, start, size, buffers))
+        scales.as_strided(blocks, scale_steps, scale_at).copy_(twin.get(stack, first, blocks, buffers, scales=True))
     return codes, scales

@@ -34,7 +34,7 @@ from vllm_refit_ext.receiver.agree import agree
 from vllm_refit_ext.receiver.anchors import Anchors
 from vllm_refit_ext.receiver.derived import Derived
 from vllm_refit_ext.receiver.fp8 import Fp8Config, parse_fp8_config
-from vllm_refit_ext.receiver.kernel_moves import unfit
+from vllm_refit_ext.receiver.kernel_moves import KernelMoves, kernel_moves
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.receiver.reload import recover, reload_weights
 from vllm_refit_ext.receiver.targets import Targets, build_targets, record
@@ -117,9 +117,9 @@ class Receiver:
         sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
         self._anchors.hold(self.view.model)
         rank = offer.first_rank + self.view.rank
-        targets, plan = self._plan(manifest, sources, rank, distances(offer.sites, {rank: this_site()}), clock)
+        targets, plan, made = self._plan(manifest, sources, rank, distances(offer.sites, {rank: this_site()}), clock)
         digest = plan.digest(targets.rank)
-        in_place = writer_for(plan, targets, self.view)
+        in_place = writer_for(plan, targets, self.view, made)
         self.prepared = Prepared(
             manifest,
             targets,
@@ -148,8 +148,9 @@ class Receiver:
 
     def _plan(
         self, manifest: Manifest, sources: Placements, rank: int, distance: NDArray[np.int8], clock: Clock
-    ) -> tuple[Targets, Plan]:
-        """Targets and plan. distance: as `build_plan` takes it, with no rows where nobody told the trainer's sites.
+    ) -> tuple[Targets, Plan, KernelMoves]:
+        """Targets, plan and what a table executes of it. distance: as `build_plan` takes it, with no rows where nobody told the
+        trainer's sites.
 
         A tensor that the trainer cuts through a block of MXFP8 takes the reload, which the cut does not trouble.
         """
@@ -167,10 +168,10 @@ class Receiver:
                     problems += error.problems
                 if problems:
                     raise PlanError.of(problems)
-                found = unfit(plan, targets.held)
-            if not found:
-                return targets, plan
-            refused |= found
+                made = kernel_moves(plan, targets.held)
+            if not made.unfit:
+                return targets, plan, made
+            refused |= {name: str(error) for name, error in made.unfit.items()}
 
     # -- update --------------------------------------------------------------------------------------------------------------
 
@@ -446,10 +447,10 @@ def asleep(targets: Targets) -> str:
     return ""
 
 
-def writer_for(plan: Plan, targets: Targets, view: WorkerView) -> InPlaceWriter | KernelWriter:
-    """Tables of kernels on a GPU and wherever MXFP8 is involved; plain copies on a CPU."""
+def writer_for(plan: Plan, targets: Targets, view: WorkerView, made: KernelMoves | None = None) -> InPlaceWriter | KernelWriter:
+    """Tables of kernels on a GPU and wherever MXFP8 is involved; plain copies on a CPU. made: as `KernelWriter` takes it."""
     if view.device.type == "cuda" or targets.held or any(b.layout.startswith(DEQUANTISED) for b in plan.targets):
-        return KernelWriter(plan, targets.params, targets.held, view.device)
+        return KernelWriter(plan, targets.params, targets.held, view.device, made)
     return InPlaceWriter(plan, targets.params)
 
 

@@ -130,13 +130,10 @@ def _in_parameters(table: Placements, recording: Recording, held: Mapping[str, H
         table.offset // scale * grow,
         table.strides // scale[:, None] * grow[:, None],
     )
-    order = np.argsort(which, kind="stable")
-    edges = np.searchsorted(which[order], np.arange(len(pairs) + 1))
-    scales = [
-        _scale_rows(table, order[edges[p] : edges[p + 1]], buffers[kind[p]], recording.partners[table.names[t]], manifest)
-        for p, (t, _) in enumerate(pairs)
-        if partnered[t]
-    ]
+    chosen = [p for p, (t, _) in enumerate(pairs) if partnered[t]]
+    scales = (
+        [_scale_rows(table, which, {p: (pairs[p][0], buffers[kind[p]]) for p in chosen}, recording, manifest)] if chosen else []
+    )
     return concatenate([codes, *scales])
 
 
@@ -148,21 +145,32 @@ def _pairs(table: Placements) -> tuple[list[tuple[int, int]], Int]:
     return [(int(t), int(b)) for t, b in pairs], which.reshape(-1)
 
 
-def _scale_rows(table: Placements, rows: Int, codes: Buffer, partner: str, manifest: Manifest) -> Placements:
-    """Boxes of scales that go with `rows` of codes, in a buffer of the travelling scales' own shape."""
-    shape = manifest.tensors[partner].shape
-    depth = len(shape)
+def _scale_rows(
+    table: Placements, which: Int, pairs: Mapping[int, tuple[int, Buffer]], recording: Recording, manifest: Manifest
+) -> Placements:
+    """Boxes of scales that go with rows of codes, in buffers of the travelling scales' own shape. which: int64 [n], the pair of
+    each row. pairs: those with scales: the tensor, and the buffer of codes."""
+    partners = [recording.partners[table.names[t]] for t, _ in pairs.values()]
+    shapes = [manifest.tensors[name].shape for name in partners]
+    buffers = [
+        Buffer(f"{codes.name}{SCALE_OF}{name}", codes.rank, "uint8", shape, codes.layout)
+        for name, shape, (_, codes) in zip(partners, shapes, pairs.values(), strict=True)
+    ]
+    number = np.full(int(which.max()) + 1, -1)
+    number[list(pairs)] = np.arange(len(pairs))
+    rows = np.flatnonzero(number[which] >= 0)
+    place, depth = number[which[rows]], table.lo.shape[1]
+    last, row = np.array([len(shape) - 1 for shape in shapes])[place], np.arange(len(rows))
     lo, hi = table.lo[rows].copy(), table.hi[rows].copy()
-    lo[:, depth - 1] //= BLOCK
-    hi[:, depth - 1] = -(-hi[:, depth - 1] // BLOCK)
-    boxes = np.unique(np.concatenate([lo, hi], axis=1), axis=0)
-    lo, hi = boxes[:, : lo.shape[1]], boxes[:, lo.shape[1] :]
-    strides = np.zeros_like(lo)
-    strides[:, :depth] = row_strides(shape)
-    n = len(boxes)
-    buffer = Buffer(f"{codes.name}{SCALE_OF}{partner}", codes.rank, "uint8", shape, codes.layout)
-    none = np.zeros(n, np.int64)
-    return Placements([partner], [buffer], none, none, lo, hi, (lo * strides).sum(axis=1), strides)
+    lo[row, last] //= BLOCK
+    hi[row, last] = -(-hi[row, last] // BLOCK)
+    boxes = np.unique(np.concatenate([place[:, None], lo, hi], axis=1), axis=0)
+    place, lo, hi = boxes[:, 0], boxes[:, 1 : 1 + depth], boxes[:, 1 + depth :]
+    strides = np.array([[*row_strides(shape), *([0] * (depth - len(shape)))] for shape in shapes], np.int64)[place]
+    names = list(dict.fromkeys(partners))
+    index = {name: i for i, name in enumerate(names)}
+    tensor = np.array([index[name] for name in partners], np.int64)[place]
+    return Placements(names, buffers, tensor, place, lo, hi, (lo * strides).sum(axis=1), strides)
 
 
 def _staged(table: Placements, recording: Recording, reload: Mapping[str, str], manifest: Manifest, rank: int) -> Placements:

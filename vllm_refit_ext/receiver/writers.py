@@ -25,8 +25,7 @@ Reload = Callable[[Iterator[tuple[str, torch.Tensor]], list[str]], None]
 
 def moves_with_layout(plan: Plan, layout: str) -> Plan:
     """The moves whose target buffer has `layout`."""
-    wanted = np.array([b.layout == layout for b in plan.targets], bool)
-    return plan.select(wanted[plan.target] if len(plan) else np.zeros(0, bool))
+    return plan.select(plan.into(lambda buffer: buffer.layout == layout))
 
 
 class InPlaceWriter:
@@ -76,8 +75,7 @@ class ReloadWriter:
     def __init__(self, plan: Plan, reload: Reload, device: torch.device | str = "cpu") -> None:
         """plan: this rank's moves. reload: the engine's reload, called with (name, tensor) pairs and all their names. device:
         where the tensors are made."""
-        wanted = np.array([b.layout.startswith(CHECKPOINT) for b in plan.targets], bool)
-        self.plan = plan.select(wanted[plan.target] if len(plan) else np.zeros(0, bool))
+        self.plan = plan.select(plan.into(lambda buffer: buffer.layout.startswith(CHECKPOINT)))
         self._reload, self._device = reload, device
         self._scales = ScaleMoves(self.plan)
         self.staged: Callable[[int, torch.Tensor], None] | None = None

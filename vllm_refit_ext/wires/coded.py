@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
+from vllm_refit_ext.core.box import volume
 from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, SCALE_OF, coding_of, dequantised_to
 from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import LayoutError
@@ -21,11 +22,15 @@ CODES = "float8_e4m3fn"
 Ints = tuple[int, ...]
 
 
-class Side(msgspec.Struct):
-    """One side of a box: `offset` bytes into a buffer, `strides` bytes, for the box's `extent`."""
+class Pieces(msgspec.Struct):
+    """Boxes of codes, cut where their scales are cut. move, other: int64 [m], the moves of the codes and of their scales. lo, hi:
+    int64 [m, D], in elements of the checkpoint tensor. bad: move of codes -> why it has no pieces."""
 
-    offset: int
-    strides: Ints
+    move: Int
+    other: Int
+    lo: Int
+    hi: Int
+    bad: dict[int, LayoutError]
 
 
 class ScaleMoves:
@@ -33,20 +38,20 @@ class ScaleMoves:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        index = {name: i for i, name in enumerate(plan.names)}
-        tensors = plan.manifest.tensors.values()
-        self._index = {i: index[spec.scale] for i, spec in enumerate(tensors) if spec.format == "mxfp8"}
-        self._moves: dict[tuple[int, str], list[int]] = {}
-        travelling = set(self._index.values())
-        for move in range(len(plan)) if travelling else ():
-            tensor = int(plan.tensor[move])
-            if tensor in travelling:
-                self._moves.setdefault((tensor, _owner(plan, move)), []).append(move)
+        is_scale, partner = plan.is_scale, plan.scale_of[plan.tensor]
+        owners: dict[str, int] = {}
+        owner = np.zeros(len(plan.targets), np.int64)
+        for t in np.unique(plan.target[is_scale | (partner >= 0)]).tolist():
+            owner[t] = owners.setdefault(plan.targets[t].name.partition(SCALE_OF)[0], len(owners))
+        self._key: Int = np.where(is_scale, plan.tensor, partner) * (len(owners) + 1) + owner[plan.target]
+        moves = np.flatnonzero(is_scale)
+        self._moves = moves[np.argsort(self._key[moves], kind="stable")]
+        self._keys = self._key[self._moves]
 
     def of(self, move: int) -> list[int]:
         """The moves of scales that may belong to `move`, a box of codes."""
-        tensor = int(self.plan.tensor[move])
-        return self._moves.get((self._index[tensor], _owner(self.plan, move)), [])
+        first, last = (np.searchsorted(self._keys, self._key[move], side) for side in ("left", "right"))
+        return self._moves[first:last].tolist()  # type: ignore[no-any-return]
 
     def blocks(self, move: int) -> tuple[Int, Ints]:
         """Start [D] and extent of the box of scales of `move`, whole blocks."""
@@ -61,50 +66,42 @@ class ScaleMoves:
                 source_view(self.plan, other, reader).view(torch.uint8),
             )
 
-    def _depth(self, move: int) -> int:
-        return len(self.plan.manifest.tensors[self.plan.names[int(self.plan.tensor[move])]].shape)
-
-    def pieces(self, move: int) -> Iterator[tuple[Side, int, Side, Plan]]:
-        """Cut `move`, a box of codes, where its scales are cut.
-
-        Yields the codes' side, the source buffer of the scales, their side (its strides along the last dimension are those of
-        blocks), and a plan of one move for the piece. Raises LayoutError where scales are missing or a cut goes through a block.
-        """
-        plan, depth, name = self.plan, self._depth(move), self.plan.names[int(self.plan.tensor[move])]
-        lo, hi = plan.lo[move], plan.lo[move] + plan.extent[move]
-        if lo[depth - 1] % BLOCK or hi[depth - 1] % BLOCK:
-            got = f"{lo[depth - 1]} to {hi[depth - 1]}"
-            raise LayoutError("a cut along K goes through a block", where=name, got=got, wanted="multiples of 32")
-        found = 0
-        for other in self.of(move):
-            first, last = plan.lo[other].copy(), plan.lo[other] + plan.extent[other]
-            first[depth - 1] *= BLOCK
-            last[depth - 1] *= BLOCK
-            a, b = np.maximum(lo, first), np.minimum(hi, last)
-            if (b <= a).any():
-                continue
-            found += int(np.prod(b - a))
-            steps = plan.source_strides[other]
-            at = a.copy()
-            at[depth - 1] //= BLOCK
-            codes = Side(
-                int(plan.source_offset[move] + ((a - lo) * plan.source_strides[move]).sum()),
-                tuple(plan.source_strides[move].tolist()),
+    def pieces(self, moves: Int) -> Pieces:
+        """Cut `moves` (int64 [n], boxes of codes) where their scales are cut. Those of which scales are missing, or whose cut
+        goes through a block, are in `bad`."""
+        plan = self.plan
+        lo, hi = plan.lo[moves], plan.lo[moves] + plan.extent[moves]
+        last = plan.depth[plan.tensor[moves]] - 1
+        every = np.arange(len(moves))
+        first, end = lo[every, last], hi[every, last]
+        bad: dict[int, LayoutError] = {}
+        for i in np.flatnonzero((first % BLOCK != 0) | (end % BLOCK != 0)).tolist():
+            bad[int(moves[i])] = LayoutError(
+                "a cut along K goes through a block",
+                where=plan.names[int(plan.tensor[moves[i]])],
+                got=f"{first[i]} to {end[i]}",
+                wanted="multiples of 32",
             )
-            scale = Side(int(plan.source_offset[other] + ((at - plan.lo[other]) * steps).sum()), tuple(steps.tolist()))
-            piece = plan.select(np.array([move]))
-            piece.target_offset = piece.target_offset + ((a - lo) * plan.target_strides[move]).sum()
-            piece.lo, piece.extent = a[None], (b - a)[None]
-            yield codes, int(plan.source[other]), scale, piece
-        if found != int(np.prod(plan.extent[move])):
-            raise LayoutError(
-                "scales of a part of it do not travel to this rank", where=name, got=f"{found} elements with scales"
+        low, high = (np.searchsorted(self._keys, self._key[moves], side) for side in ("left", "right"))
+        of = np.repeat(every, high - low)
+        other = self._moves[np.arange(len(of)) - np.repeat(np.cumsum(high - low) - high, high - low)]
+        axis, row = last[of], np.arange(len(of))
+        a, b = plan.lo[other], plan.lo[other] + plan.extent[other]
+        a[row, axis] *= BLOCK
+        b[row, axis] *= BLOCK
+        a, b = np.maximum(a, lo[of]), np.minimum(b, hi[of])
+        common = (b > a).all(axis=1)
+        of, other, a, b = of[common], other[common], a[common], b[common]
+        found = np.bincount(of, volume(a, b), len(moves)).astype(np.int64)
+        for i in np.flatnonzero(found != volume(lo, hi)).tolist():
+            error = LayoutError(
+                "scales of a part of it do not travel to this rank",
+                where=plan.names[int(plan.tensor[moves[i]])],
+                got=f"{found[i]} elements with scales",
             )
-
-
-def _owner(plan: Plan, move: int) -> str:
-    """The parameter that a move of codes or scales belongs to."""
-    return plan.targets[int(plan.target[move])].name.partition(SCALE_OF)[0]
+            bad.setdefault(int(moves[i]), error)
+        good = ~np.isin(moves[of], list(bad)) if bad else np.ones(len(of), bool)
+        return Pieces(moves[of][good], other[good], a[good], b[good], bad)
 
 
 class PlacedScales:

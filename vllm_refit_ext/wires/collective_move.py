@@ -194,10 +194,10 @@ class Unpacker:
         self._kept = [torch.empty(_padded(n), dtype=torch.uint8, device=device) for n in travel.sizes[:kept]]
         self._dtypes = sorted({b.dtype for b in travel.plan.sources})
         self.whole = self._staged_plan()
-        scales = travel.number < kept
-        # Scales stand in every step, beside their codes; alone where nothing but scales is written in place.
-        self.steps = [self.whole.select(scales | (travel.number == r)) for r in range(kept + travel.reloads, count)]
-        self.steps = self.steps or [self.whole.select(scales)]
+        in_place = range(kept + travel.reloads, count)
+        # Scales stand in every step that has codes of theirs; alone where nothing but scales is written in place.
+        self.steps = [self.whole.select(self.whole.with_scales(travel.number == r)) for r in in_place]
+        self.steps = self.steps or [self.whole.select(travel.number < kept)]
         self._transport: Transport | None = None
         self._deadline = 0.0
         self._landed: list[list[Waiter]] = []

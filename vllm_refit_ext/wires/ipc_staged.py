@@ -58,9 +58,9 @@ class StagedRounds:
             for i, (r, _, n) in enumerate(self.messages)
             if r < self.rounds.kept
         }
-        scales = self.rounds.number < self.rounds.kept
         in_place = range(self.rounds.kept + self.rounds.reloads, len(self.rounds.messages))
-        self.steps = [self.whole.select(scales | (self.rounds.number == r)) for r in in_place] or [self.whole.select(scales)]
+        self.steps = [self.whole.select(self.whole.with_scales(self.rounds.number == r)) for r in in_place]
+        self.steps = self.steps or [self.whole.select(self.rounds.number < self.rounds.kept)]
 
     @property
     def staging_bytes(self) -> int:
