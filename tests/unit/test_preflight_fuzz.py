@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sender.config_docs import ROOT
 from megatron_sender.config_load import find_recipes, load_recipe
 from megatron_sender.preflight import check_nccl_reshard_refit_support, check_refit_support
 from tests.unit.test_preflight_reference import VALID
+from tools.recipe_pages import ROOT
 from vllm_refit_ext.core.errors import ConfigError
 
 RECIPES = [msgspec.to_builtins(load_recipe(path)) for path in find_recipes(ROOT / "examples" / "recipes")]

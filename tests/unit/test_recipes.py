@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from megatron_sender.config import Engine, Recipe
-from megatron_sender.config_docs import ROOT, preflight_page, recipes_page
 from megatron_sender.config_load import find_recipes, load_recipe
 from megatron_sender.preflight import check_refit_support, find_violations, refit_memory
+from tools.recipe_pages import ROOT, preflight_page, recipes_page
 from vllm_refit_ext.core.errors import ConfigError
 from vllm_refit_ext.core.plan import Edge
 from vllm_refit_ext.core.relays import choose_relays
@@ -62,6 +62,16 @@ def test_a_recipe_on_another_wire_is_seen_whatever_its_name():
     recipe = RECIPES["qwen3-30b-a3b-mxfp8-async"]
     other = msgspec.structs.replace(recipe, name="sync-bf16", refit=msgspec.structs.replace(recipe.refit, wire="shm"))
     assert not_shard_to_shard([recipe, other]) == ["sync-bf16"]
+
+
+def test_who_quantises_is_as_in_the_reference():
+    """Synchronous Qwen3 recipes quantise in the trainer, where the reference does too; on a wire from shard to shard it has the
+    receiver quantise. One more recipe shows prequantised bytes on such a wire."""
+    prequantized = {recipe.name for recipe in RECIPES.values() if recipe.refit.prequantize}
+    colocated = [r for r in RECIPES.values() if r.refit.placement == "colocated"]
+    synchronous = {r.name for r in colocated if r.model.name.startswith("Qwen/Qwen3-")}
+    assert len(synchronous) == 4
+    assert prequantized == synchronous | {"qwen3-30b-a3b-mxfp8-ep8-to-tp2-ep2"}
 
 
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
@@ -139,5 +149,5 @@ def test_memory_of_30b_is_the_arithmetic():
 
 
 def test_pages_are_current():
-    assert (ROOT / "docs" / "recipes.md").read_text() == recipes_page(FOLDER), "run python -m megatron_sender.config_docs"
-    assert (ROOT / "docs" / "preflight.md").read_text() == preflight_page(), "run python -m megatron_sender.config_docs"
+    assert (ROOT / "docs" / "recipes.md").read_text() == recipes_page(FOLDER), "run python -m tools.recipe_pages"
+    assert (ROOT / "docs" / "preflight.md").read_text() == preflight_page(), "run python -m tools.recipe_pages"

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megatron_sender.config_docs import ROOT
 from megatron_sender.preflight_ignore import is_ignored
 from megatron_sender.preflight_model import FAMILIES, read_model
+from tools.recipe_pages import ROOT
 
 MODELS = sorted((ROOT / "examples" / "recipes" / "models").glob("*.json"))
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from megatron_sender.config import Recipe
-from megatron_sender.config_docs import ROOT
 from megatron_sender.config_load import check_shape, find_recipes, load_recipe, parse_recipe
+from tools.recipe_pages import ROOT
 from vllm_refit_ext.core.errors import ConfigError
 
 GOOD = {

@@ -1,6 +1,6 @@
 """Writes docs/recipes.md and docs/preflight.md from the schema, the recipes and the preconditions.
 
-python -m megatron_sender.config_docs
+python -m tools.recipe_pages
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ turns the `refit` part into the sender's settings; what a recipe does not know i
 lists them under that name. A recipe's wire `ipc` is the sender's `ipc` in mode direct and its `ipc_staged` in mode staged.
 `running_requests` and `max_steps_off` are for the training loop to keep; the preflight holds them against the rest.
 
-This page is generated from the schema by `python -m megatron_sender.config_docs`.
+This page is generated from the schema by `python -m tools.recipe_pages`.
 """
 
 PREFLIGHT_HEAD = """# The preflight
