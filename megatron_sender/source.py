@@ -19,6 +19,7 @@ from megatron_sender.source_cuts import cuts_of, is_one_piece
 from megatron_sender.source_part import Cut, Part, shard_axis
 from vllm_refit_ext.core.dtypes import ITEMSIZE, dtype_name
 from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, WireError
+from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 
 TRAINED = ("float32", "bfloat16", "float16")
@@ -64,6 +65,9 @@ class SourceMap:
             got = (tuple(now.shape), dtype_name(now.dtype))
             if got != (buffer.shape, buffer.dtype):
                 problems.append(Problem("its shape or dtype changed", buffer.name, str(got), f"{buffer.shape}, {buffer.dtype}"))
+            elif not now.is_contiguous():
+                strides = f"strides {tuple(now.stride())}"
+                problems.append(Problem("it is no longer contiguous in memory", buffer.name, strides, do="Store it row-major."))
             elif now.untyped_storage().nbytes() == 0 and now.numel():
                 problems.append(Problem("its memory was given back", buffer.name, do="Load the model back before a refit."))
             elif now.data_ptr() != address or known.data_ptr() != address:
@@ -71,11 +75,18 @@ class SourceMap:
         if problems:
             raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not where the source map says")
 
+    @functools.cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The manifest as `vllm_refit_ext.sender.Source` declares it."""
+        return {name: TensorSpec(shape, dtype) for name, (shape, dtype) in self.manifest.items()}
+
     def refresh(self) -> list[str]:
-        """Take up tensors that moved. Returns the names of their buffers; what was opened for these is to be opened anew.
+        """Finish late parameter gathers, then take up tensors that moved. Returns the names of their buffers. Collective where
+        `settle` is.
 
         The table itself stays: its offsets count from each tensor's start. Raises WireError like `check_live`, for the rest.
         """
+        self.settle()
         if self._as_before():
             return []
         moved = []
@@ -97,6 +108,7 @@ class SourceMap:
         return (
             list(map(torch.Tensor.data_ptr, now)) == self._addresses
             and list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
+            and all(map(torch.Tensor.is_contiguous, now))
             and list(map(_SHAPE, now)) == list(map(_SHAPE, self.tensors))
             and list(map(_DTYPE, now)) == list(map(_DTYPE, self.tensors))
         )

@@ -1,18 +1,25 @@
 """Driving an engine from a trainer: one small protocol over LLM, AsyncLLM, an HTTP server, or any function.
 
-A trainer needs two things of an engine: to call a method on every worker, and to reset caches. `EngineClient` builds the refit
-calls on those two. Replies of all ranks are read; a problem on any rank raises here, with the rank's name.
+A trainer needs one thing of an engine: to call a method on every worker. `EngineClient` builds the refit calls on that. Each has
+a deadline for the whole of it, whatever the engine does: it hangs, or it answers a byte at a time. Replies of all ranks are read;
+a problem on any rank raises here, with the rank's name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import concurrent.futures
+import http.client
 import json
+import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from vllm_refit_ext.core.errors import (
@@ -25,27 +32,57 @@ from vllm_refit_ext.core.errors import (
     VerifyError,
     WireError,
 )
-from vllm_refit_ext.core.messages import Message, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc, to_rpc
+from vllm_refit_ext.core.messages import (
+    DEADLINE_S,
+    PrepareReply,
+    Status,
+    UpdateInfo,
+    UpdateReport,
+    VerifyReply,
+    from_rpc,
+    to_rpc,
+)
 
 LATE_S = 30.0
 """A call is given this much longer than its own deadline, so that the engine's error arrives rather than a bare time-out."""
+LATE_DO = "see whether the engine is dead, stopped or busy; a longer deadline_s waits longer"
+PIECE = 1 << 16
+"""Bytes of an HTTP answer that are read at a time."""
+
+T = TypeVar("T")
+M = TypeVar("M", PrepareReply, Status, VerifyReply)
 
 
 class EngineClient(ABC):
-    """One engine: all ranks of one vLLM instance."""
+    """One engine: all ranks of one vLLM instance. name: how errors call it, such as its URL; empty where it has none.
+
+    The methods below `call` raise DeadlineError when the engine has not answered in time. Their call may then still run in a
+    thread that nobody waits for.
+    """
+
+    name = ""
 
     @abstractmethod
     def call(self, method: str, args: tuple[Any, ...] = (), timeout_s: float | None = None) -> list[Any]:
-        """Call `method` on every worker and return the replies in rank order. Raises what a worker raised, as text."""
+        """Call `method` on every worker and return the replies in rank order. Raises what a worker raised, as text.
 
-    def prepare(self, state_dict_info: bytes | dict[str, Any], fp8_config: dict[str, Any] | None = None) -> list[PrepareReply]:
+        timeout_s: hint for whatever carries the call. An implementation need not keep to it.
+        """
+
+    def prepare(
+        self, state_dict_info: bytes | dict[str, Any], fp8_config: dict[str, Any] | None = None, deadline_s: float = DEADLINE_S
+    ) -> list[PrepareReply]:
         """`prepare_refit_info` on all ranks. Problems stay in the replies."""
-        return _read(PrepareReply, self.call("prepare_refit_info", (state_dict_info, fp8_config)), "prepare_refit_info")
+        return self._ask(PrepareReply, "prepare_refit_info", (state_dict_info, fp8_config), deadline_s)
 
     def update(self, info: UpdateInfo) -> list[UpdateReport]:
-        """`update_weights` on all ranks, then their reports. Raises when a rank failed or reports another version."""
-        self.call("update_weights", (to_rpc(info),), info.deadline_s + LATE_S)
-        statuses = self.status()
+        """`update_weights` on all ranks, then their reports, within `info.deadline_s` + LATE_S.
+
+        Raises when a rank failed or reports another version.
+        """
+        end = time.monotonic() + info.deadline_s + LATE_S
+        self._within("update_weights", (to_rpc(info),), info.deadline_s + LATE_S)
+        statuses = self.status(max(1.0, end - time.monotonic()))
         reports = [s.last for s in statuses]
         stale = [i for i, r in enumerate(reports) if r is None or r.version != info.version]
         if stale:
@@ -65,30 +102,59 @@ class EngineClient(ABC):
             )
         return [r for r in reports if r is not None]
 
-    def status(self) -> list[Status]:
+    def status(self, deadline_s: float = DEADLINE_S) -> list[Status]:
         """`refit_status` of all ranks."""
-        return _read(Status, self.call("refit_status"), "refit_status")
+        return self._ask(Status, "refit_status", (), deadline_s)
 
-    def abort(self) -> list[Status]:
+    def abort(self, deadline_s: float = DEADLINE_S) -> list[Status]:
         """`refit_abort` on all ranks."""
-        return _read(Status, self.call("refit_abort"), "refit_abort")
+        return self._ask(Status, "refit_abort", (), deadline_s)
 
-    def verify(self, digests: dict[str, dict[str, str]] | None = None) -> list[VerifyReply]:
-        """`refit_verify` on all ranks. Raises VerifyError naming the first tensor that differs on each rank."""
-        replies = _read(VerifyReply, self.call("refit_verify", (digests,)), "refit_verify")
+    def verify(self, digests: Mapping[str, Mapping[str, str]] | None = None, deadline_s: float = DEADLINE_S) -> list[VerifyReply]:
+        """`refit_verify` on all ranks. digests: by rank as text, by tensor, hexadecimal; None only asks what the engine holds.
+
+        Raises VerifyError where a tensor differs, naming the first on each rank, and where digests name other ranks or other
+        tensors than the engine has: less than everything is no comparison.
+        """
+        replies = self._ask(VerifyReply, "refit_verify", (digests,), deadline_s)
         raise_problems(replies, VerifyError)
-        problems = [
-            Problem(
-                f"{len(r.differs)} tensor(s) differ, the first is {r.differs[0]!r}",
-                f"engine rank {r.rank}",
-                do="run a full refit",
-            )
-            for r in replies
-            if r.differs
-        ]
-        if problems:
-            raise VerifyError.of(problems, "the engine does not hold what the trainer offers")
+        if digests is not None:
+            problems = [p for reply in replies for p in _differences(reply, digests)]
+            ranks = {str(r.rank) for r in replies}
+            problems += [
+                Problem(
+                    "digests were given for a rank that the engine does not have",
+                    f"engine rank {key!r}",
+                    wanted=f"{sorted(ranks)}",
+                )
+                for key in digests
+                if key not in ranks
+            ]
+            if problems:
+                raise VerifyError.of(problems, "the engine does not hold what the trainer offers")
         return replies
+
+    def _ask(self, kind: type[M], method: str, args: tuple[Any, ...], deadline_s: float) -> list[M]:
+        """Call `method` and read the replies of all ranks."""
+        raw = self._within(method, args, deadline_s)
+        try:
+            replies = [from_rpc(kind, reply, method) for reply in raw]
+        except ConfigError as error:
+            raise WireError.of(error.problems) from None
+        ranks = Counter(r.rank for r in replies)
+        several = max(ranks.values(), default=1)
+        if several > 1:
+            what = "several data parallel replicas answer as one engine"
+            do = "start one server for each replica and pass a client for each"
+            raise SessionError(what, where=method, got=f"{several} answers for rank {max(ranks, key=ranks.__getitem__)}", do=do)
+        if sorted(ranks) != list(range(max(1, len(replies)))):
+            raise WireError(
+                "not every rank of the engine answered", where=method, got=f"ranks {sorted(ranks)}", wanted="ranks from 0 on"
+            )
+        return replies
+
+    def _within(self, method: str, args: tuple[Any, ...], deadline_s: float) -> list[Any]:
+        return bounded(lambda: self.call(method, args, deadline_s), deadline_s, method)
 
 
 class LLMClient(EngineClient):
@@ -110,7 +176,11 @@ class AsyncLLMClient(EngineClient):
     def call(self, method: str, args: tuple[Any, ...] = (), timeout_s: float | None = None) -> list[Any]:
         def run() -> list[Any]:
             rpc: Coroutine[Any, Any, list[Any]] = self._llm.collective_rpc(method, timeout=timeout_s, args=args)
-            return list(asyncio.run_coroutine_threadsafe(rpc, self._loop).result())
+            future = asyncio.run_coroutine_threadsafe(rpc, self._loop)
+            try:
+                return list(future.result(timeout_s))
+            finally:
+                future.cancel()
 
         return _translated(method, run)
 
@@ -121,31 +191,50 @@ class HTTPClient(EngineClient):
     def __init__(self, url: str, api_key: str = "") -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError("not a URL of an HTTP server", where="HTTPClient", got=url, wanted="http://host:port")
-        self._url, self._key = url.rstrip("/"), api_key
+        self.name, self._key = url.rstrip("/"), api_key
 
     def call(self, method: str, args: tuple[Any, ...] = (), timeout_s: float | None = None) -> list[Any]:
         body = {"method": method, "args": [_json(a) for a in args]} | ({"timeout": timeout_s} if timeout_s else {})
         answer = self.post("/collective_rpc", body, timeout_s)
-        results: list[Any] = answer["results"]
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list):
+            raise _not_vllm(f"POST /collective_rpc, {method}", answer)
         return results
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
-        """POST a JSON body and return the JSON answer, {} for an empty one. Raises WireError or DeadlineError."""
+        """POST a JSON body and return the JSON answer, {} for an empty one. timeout_s: for the whole of it, DEADLINE_S when None.
+
+        Raises DeadlineError, and WireError for a server that can't be reached, refuses, or answers something else than JSON.
+        """
+        timeout_s = DEADLINE_S if timeout_s is None else timeout_s
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(self.name + path, json.dumps(body).encode(), headers)
         where = f"POST {path}"
+        text = bounded(lambda: self._text(request, where, timeout_s), timeout_s, where)
+        try:
+            return json.loads(text) if text.strip() else {}
+        except ValueError:
+            raise _not_vllm(where, text) from None
+
+    def _text(self, request: urllib.request.Request, where: str, timeout_s: float) -> str:
+        """The answer's body. Runs in a thread that may be given up: it ends itself at the deadline."""
+        end, pieces = time.monotonic() + timeout_s, []
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-                text = reply.read().decode()
+                while piece := reply.read1(PIECE):
+                    pieces.append(piece)
+                    if time.monotonic() > end:
+                        raise TimeoutError
+                return b"".join(pieces).decode(errors="replace")
         except urllib.error.HTTPError as error:
-            raise WireError(
-                "the server refused", where=where, got=f"{error.code} {error.read().decode(errors='replace')[:2000]}"
-            ) from None
-        except TimeoutError:
-            raise DeadlineError("no answer", where=where, wanted=f"within {timeout_s} s") from None
-        except urllib.error.URLError as error:
-            raise WireError("the server can't be reached", where=f"{self._url}{path}", got=error.reason) from None
-        return json.loads(text) if text.strip() else {}
+            text = error.read1(PIECE).decode(errors="replace")[:2000]
+            raise WireError("the server refused", where=where, got=f"{error.code} {text}") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            if isinstance(reason, TimeoutError):
+                raise DeadlineError("no answer", where=where, wanted=f"within {timeout_s:g} s", do=LATE_DO) from None
+            got = f"{type(reason).__name__}: {reason}"
+            raise WireError("the server can't be reached", where=request.full_url, got=got) from None
 
 
 class FunctionClient(EngineClient):
@@ -158,7 +247,7 @@ class FunctionClient(EngineClient):
         return _translated(method, lambda: list(self._function(method, args, timeout_s)))
 
 
-def raise_problems(replies: list[PrepareReply] | list[VerifyReply], kind: type[RefitError] = PlanError) -> None:
+def raise_problems(replies: Sequence[PrepareReply] | Sequence[VerifyReply], kind: type[RefitError] = PlanError) -> None:
     """Raise one error with the problems of all ranks; a problem that several ranks have is told once, with their numbers."""
     ranks: dict[Problem, list[int]] = {}
     for reply in replies:
@@ -172,23 +261,71 @@ def raise_problems(replies: list[PrepareReply] | list[VerifyReply], kind: type[R
         raise kind.of(told, f"the engine can't take part: {len(told)} problem(s)")
 
 
+def bounded(work: Callable[[], T], timeout_s: float, where: str) -> T:
+    """What `work` returns or raises, in a thread of its own: DeadlineError once `timeout_s` seconds have passed, and then the
+    thread is left behind."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    torch = sys.modules.get("torch")
+    # An engine in this process works on the caller's GPU; a new thread would begin on the first.
+    device = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                sys.modules["torch"].cuda.set_device(device)
+            outcome.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised by whoever waits
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name=f"refit {where}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not outcome.done():
+        raise DeadlineError("the engine did not answer", where=where, wanted=f"within {timeout_s:g} s", do=LATE_DO)
+    return outcome.result()
+
+
 def _translated(method: str, call: Callable[[], list[Any]]) -> list[Any]:
     try:
         return call()
     except RefitError:
         raise
-    except TimeoutError as error:
-        raise DeadlineError("no answer from the engine", where=method, got=error) from error
+    except (TimeoutError, concurrent.futures.TimeoutError) as error:
+        raise DeadlineError("no answer from the engine", where=method, got=error, do=LATE_DO) from error
     except Exception as error:
         raise RefitError(f"the engine failed: {error}", where=method) from error
 
 
+def _differences(reply: VerifyReply, digests: Mapping[str, Mapping[str, str]]) -> list[Problem]:
+    """What one rank's digests lack or hold otherwise."""
+    where, wanted = f"engine rank {reply.rank}", digests.get(str(reply.rank))
+    if wanted is None:
+        got = ", ".join(map(repr, digests)) or "none"
+        return [
+            Problem("no digests were given for it", where, f"ranks {got}", f"{str(reply.rank)!r}", "pass those of every rank")
+        ]
+    problems = []
+    differs = [name for name, digest in reply.digests.items() if name in wanted and wanted[name] != digest]
+    if differs:
+        problems.append(Problem(f"{len(differs)} tensor(s) differ, the first is {differs[0]!r}", where, do="run a full refit"))
+    for what, names in (
+        ("its digest was not given", [name for name in reply.digests if name not in wanted]),
+        ("the rank holds no such tensor to compare", [name for name in wanted if name not in reply.digests]),
+    ):
+        if names:
+            problems.append(Problem(f"{len(names)} tensor(s) were not compared: {what}", where, f"{names[0]!r}"))
+    return problems
+
+
+def _not_vllm(where: str, answer: object) -> WireError:
+    return WireError(
+        "the server's answer is not one of vLLM's",
+        where=where,
+        got=repr(answer)[:200],
+        wanted='{"results": [one reply a worker]}',
+        do="see whether a proxy answers, and whether the server runs with VLLM_SERVER_DEV_MODE=1",
+    )
+
+
 def _json(value: Any) -> Any:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value
-
-
-M = TypeVar("M", bound=Message)
-
-
-def _read(kind: type[M], replies: list[Any], where: str) -> list[M]:
-    return [from_rpc(kind, reply, where) for reply in replies]

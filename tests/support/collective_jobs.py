@@ -83,7 +83,7 @@ def cycle(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int) -
         reports.append(trainer.sender.refit(version))
         repeated.append(trainer.answers())
     compared = trainer.sender.verify()
-    sent = trainer.sender._sender._packer._messages  # type: ignore[union-attr]
+    sent = trainer.sender.prepared.half._packer._messages  # type: ignore[union-attr]
     rounds = len({m.number for m in sent})
     trainer.sender.close()
     return {
@@ -134,7 +134,7 @@ def dies(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, wh
     trainer.sender.refit("good")
     trainer.scale(2.0)
     if trainer.rank == 1:
-        sender: Any = trainer.sender._sender
+        sender: Any = trainer.sender.prepared.half
         die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
         if when == "before":
             sender.transfer = die

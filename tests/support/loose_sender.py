@@ -111,13 +111,15 @@ class LooseSender:
         sender = self._sender
         if isinstance(sender, ActiveSender):
             deadline = time.monotonic() + self.deadline_s
-            calls = Calls([self.engine], [update], lambda error: sender.refuse(update.session, error, deadline))
+            calls = Calls(
+                [self.engine], lambda _, engine: engine.update(update), lambda e: sender.refuse(update.session, e, deadline)
+            )
             failed = None
             try:
                 sender.transfer(update.session, getattr(update, self.wire_name), deadline)
             except RefitError as error:
                 failed = error
-            return calls.reports(failed, self.deadline_s)[0]
+            return calls.results(self.deadline_s, "they serve it", failed)[0]
         try:
             return self.engine.update(update)
         except RefitError:

@@ -66,7 +66,7 @@ def cycle(folder: str, geometry: dict[str, Any], urls: list[str], sites: str, bu
         reports.append(trainer.sender.refit(version))
         repeated.append(trainer.answers())
     compared = trainer.sender.verify()
-    sender: Any = trainer.sender._sender
+    sender: Any = trainer.sender.prepared.half
     lanes, group = sender._share.lanes, sender._meeting and sender._meeting._link.group
     found = {
         "other": other,

@@ -32,7 +32,9 @@ CASES = [
     ("megatron_sender", ("torch", "vllm", "megatron")),
     ("megatron_sender.sender", ("vllm", "vllm_refit_ext.receiver")),
     ("vllm_refit_ext.client", ("torch", "vllm", "megatron")),
+    ("vllm_refit_ext.sender", ("torch", "vllm", "megatron")),
     ("vllm_refit_ext.sender.source", ("vllm", "megatron", "triton")),
+    ("vllm_refit_ext.sender.sender", ("vllm", "megatron", "vllm_refit_ext.receiver")),
     ("vllm_refit_ext.plugin", ("torch", "triton", "megatron")),
     ("vllm_refit_ext.wires.shm", ("vllm", "megatron")),
 ]  # fmt: skip

@@ -36,6 +36,18 @@ def work():
     return b""
 
 try:
+    if mode == "apart":
+        ranks.call("verify" if rank == 1 else "refit")
+    elif mode == "left over":
+        ranks.call("refit")
+        try:
+            if rank != 1:  # it failed before its exchange
+                ranks.exchange(answer_of(lambda: b""), lambda values: [b""] * 3)
+        except RefitError:
+            pass
+        ranks.call("prepare")
+        print(ranks.exchange(answer_of(lambda: b"y%d" % rank), answers).decode(), flush=True)
+        raise SystemExit
     if mode == "large":
         print(len(ranks.exchange(answer_of(lambda: bytes(3_000_000)), lambda values: [b"".join(values)] * 3)), flush=True)
         raise SystemExit
@@ -85,6 +97,17 @@ def test_an_error_reaches_every_rank() -> None:
     lines, _ = run("raise")
     for _, last in lines:
         assert last.startswith("WireError trainer rank 1 · here: no room (got 1; wanted 2)")
+
+
+def test_ranks_in_different_calls_are_told():
+    lines, _ = run("apart")
+    for _, last in lines:
+        assert last.startswith("SessionError trainer rank 1: it is in another call than rank 0 (got verify; wanted refit)")
+
+
+def test_what_a_failed_call_left_is_not_taken_for_an_answer():
+    lines, _ = run("left over")
+    assert [last for _, last in lines] == ["y0+y1+y2@0", "y0+y1+y2@2"]
 
 
 @pytest.mark.parametrize("mode", ["kill", "stop"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from vllm_refit_ext.core.manifest import Manifest
 from vllm_refit_ext.core.placement import Buffer
@@ -19,8 +20,12 @@ class PackedPlan(msgspec.Struct, frozen=True):
 
 
 def pack_plan(plan: Plan) -> PackedPlan:
-    """`plan` as a message."""
-    return PackedPlan(plan.sources, plan.targets, [pack(getattr(plan, c)) for c in Plan.COLUMNS])
+    """`plan` as a message, with the buffers that its moves name and no others."""
+    columns = {c: getattr(plan, c) for c in Plan.COLUMNS}
+    used, columns["source"] = np.unique(plan.source, return_inverse=True)
+    written, columns["target"] = np.unique(plan.target, return_inverse=True)
+    sources, targets = [plan.sources[i] for i in used.tolist()], [plan.targets[i] for i in written.tolist()]
+    return PackedPlan(sources, targets, [pack(c) for c in columns.values()])
 
 
 def unpack_plan(message: PackedPlan, manifest: Manifest) -> Plan:

@@ -32,7 +32,8 @@ class Prequantised:
     """A rank's offer with `names` quantised.
 
     specs: the manifest's entries, those of `names` as `mxfp8` with their partners. placements, tensors: what travels, the
-    buffers in the order of the tensors: all of the given ones, then codes and scales of each that holds one of `names`.
+    buffers in the order of the tensors: all of the given ones as `fill` last saw them, then codes and scales of each that holds
+    one of `names`.
     """
 
     def __init__(
@@ -71,8 +72,13 @@ class Prequantised:
         self._names = [
             ", ".join(sorted({placements.names[t] for t in placements.tensor[placements.buffer == i]})[:2]) for i in used
         ]
-        self.tensors: list[torch.Tensor] = []
-        self._set(tensors)
+        self._tensors = list(tensors)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """See the class."""
+        pairs = zip(self._codes, self._scales, strict=True)
+        return [*self._tensors, *(t for codes, scales in pairs for t in (codes.view(torch.float8_e4m3fn), scales))]
 
     @property
     def nbytes(self) -> int:
@@ -85,12 +91,12 @@ class Prequantised:
         Nothing is done for each tensor while none has moved, beyond looking at its address. Raises LayoutError that names
         tensors with NaN or Inf. Waits for the device.
         """
+        self._tensors = list(tensors)
         if not self._used:
             return self.tensors
         sources = [tensors[i].detach() for i in self._used]
         addresses = [t.data_ptr() for t in sources]
         if self._table is None or addresses != self._addresses:
-            self._set(tensors)
             alignment = {3 * i: s.element_size() for i, s in enumerate(sources) if s.data_ptr() % 16}
             moves = [
                 QuantizeMove(
@@ -103,10 +109,6 @@ class Prequantised:
         self._table.launch()
         check_finite(self._table)
         return self.tensors
-
-    def _set(self, tensors: Sequence[torch.Tensor]) -> None:
-        pairs = zip(self._codes, self._scales, strict=True)
-        self.tensors = [*tensors, *(t for codes, scales in pairs for t in (codes.view(torch.float8_e4m3fn), scales))]
 
 
 def _problems_of(name: str, spec: TensorSpec) -> list[Problem]:

@@ -4,6 +4,9 @@ Rank 0 drives the engine; the others must learn how that went. Each step of a re
 problems go to rank 0, and rank 0's answer, or all the problems, comes back to every rank. A rank that fails still takes part, so
 nobody waits for it; one that died or stopped is found by the deadline, and the others are told its number.
 
+Every exchange belongs to a call (`prepare`, `refit`, ...) that all ranks make together: `call` numbers them. So what an earlier
+call left behind is never taken for an answer of this one, and ranks that are in different calls are told so.
+
 Messages go through the key-value store of torch.distributed, not through a collective: a collective that timed out leaves its
 group unusable, and then nobody could be told why. Whoever hosts the store (the launcher, or rank 0) must outlive the last call.
 """
@@ -27,11 +30,12 @@ PIECE = 4 << 20
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A value, or the problems that took its place, with the name of their error class."""
+    """A value, or the problems that took its place, with the name of their error class. call: what the rank was asked to do."""
 
     value: bytes = b""
     problems: list[Problem] = []
     kind: str = "RefitError"
+    call: str = ""
 
     def unwrap(self) -> bytes:
         """The value. Raises the error that the problems were."""
@@ -47,10 +51,14 @@ def answer_of(work: Callable[[], bytes]) -> Answer:
     """Run `work`; its value, or its problems where it raises. Errors that are not ours are told by their class and text."""
     try:
         return Answer(work())
-    except RefitError as error:
-        return Answer(problems=error.problems, kind=type(error).__name__)
     except Exception as error:  # noqa: BLE001 - it must reach the other ranks, which wait for this one
-        return Answer(problems=[Problem(f"{type(error).__name__}: {error}")])
+        known = as_refit_error(error)
+        return Answer(problems=known.problems, kind=type(known).__name__)
+
+
+def as_refit_error(error: BaseException) -> RefitError:
+    """`error`, or its class and text where it is not one of ours."""
+    return error if isinstance(error, RefitError) else RefitError(f"{type(error).__name__}: {error}")
 
 
 class Ranks:
@@ -63,12 +71,16 @@ class Ranks:
         so that they hear rank 0's verdict rather than time out beside it.
         """
         self.deadline_s, self.size, self.rank = deadline_s, 1, 0
-        self._round = 0
+        self._call, self._calls, self._round = "", 0, 0
         self._store: Any = None
         if dist.is_available() and dist.is_initialized():
             self.size, self.rank = dist.get_world_size(), dist.get_rank()
             Ranks._made += 1
             self._store = _own_connection(f"refit-trainer/{Ranks._made}")
+
+    def call(self, name: str) -> None:
+        """Every rank begins `name` now; the exchanges that follow are of this call."""
+        self._call, self._calls, self._round = name, self._calls + 1, 0
 
     def exchange(self, mine: Answer, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """Give `mine` to rank 0, which turns all values into one answer a rank with `decide`; return this rank's answer.
@@ -76,13 +88,17 @@ class Ranks:
         Raises on every rank what any rank or `decide` failed with.
         """
         self._round += 1
+        mine = msgspec.structs.replace(mine, call=self._call)
         if self.rank != 0:
-            self._put(f"{self._round}/{self.rank}", mine)
-            return self._take(f"{self._round}/answer/{self.rank}", 0, time.monotonic() + 2 * self.deadline_s + 10).unwrap()
+            self._put(self._key(f"{self.rank}"), mine)
+            return self._take(self._key(f"answer/{self.rank}"), 0, time.monotonic() + 2 * self.deadline_s + 10).unwrap()
         verdicts = self._verdicts([mine, *self._gather()], decide)
         for rank in range(1, self.size):
-            self._put(f"{self._round}/answer/{rank}", verdicts[rank])
+            self._put(self._key(f"answer/{rank}"), verdicts[rank])
         return verdicts[0].unwrap()
+
+    def _key(self, name: str) -> str:
+        return f"{self._calls}/{self._round}/{name}"
 
     def _gather(self) -> list[Answer]:
         """What the other ranks gave, in rank order; the problem of being late for one that gave nothing in time."""
@@ -90,12 +106,19 @@ class Ranks:
         answers = []
         for rank in range(1, self.size):
             try:
-                answers.append(self._take(f"{self._round}/{rank}", rank, deadline))
+                answers.append(self._take(self._key(f"{rank}"), rank, deadline))
             except DeadlineError as error:
-                answers.append(Answer(problems=error.problems, kind="DeadlineError"))
+                answers.append(Answer(problems=error.problems, kind="DeadlineError", call=self._call))
         return answers
 
     def _verdicts(self, answers: list[Answer], decide: Callable[[list[bytes]], Sequence[bytes]]) -> Sequence[Answer]:
+        apart = [(rank, answer.call) for rank, answer in enumerate(answers) if answer.call != self._call]
+        if apart:
+            do = "make the same calls in the same order on every trainer rank"
+            problems = [
+                Problem("it is in another call than rank 0", f"trainer rank {rank}", call, self._call, do) for rank, call in apart
+            ]
+            return [Answer(problems=problems, kind="SessionError")] * self.size
         failed = [(rank, answer) for rank, answer in enumerate(answers) if answer.problems]
         if failed:
             problems = [self._located(p, rank) for rank, answer in failed for p in answer.problems]

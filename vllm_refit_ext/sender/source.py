@@ -37,10 +37,11 @@ class Source(Protocol):
     @property
     def tensors(self) -> Sequence[torch.Tensor]: ...
 
-    def refresh(self) -> None:
+    def refresh(self) -> object:
         """Called on every trainer rank before each refit and each `verify`, so it may communicate.
 
         Afterwards `tensors` is the current weights: memory that moved is pointed to anew. Shapes, dtypes and `placements` stay
-        what they were. Raises WireError that names every tensor whose memory was given back or no longer fits.
+        what they were. What it returns is not read. Raises WireError that names every tensor whose memory was given back or no
+        longer fits.
         """
         ...

@@ -1,0 +1,66 @@
+"""What a sender can be told."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from vllm_refit_ext.core.errors import ConfigError, Problem
+from vllm_refit_ext.core.messages import DEADLINE_S, CachePolicy, WireName
+from vllm_refit_ext.wires import BUCKET_BYTES
+
+SMALLEST_BUCKET = 1 << 10
+"""Bytes. A bucket must hold an element; a thousand of its messages cost more than their bytes already."""
+LONGEST_S = 7 * 24 * 3600.0
+"""The longest deadline. More is taken for a mistake."""
+
+
+class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """wire: how bytes travel. unused: checkpoint names that no engine rank needs to read. caches: what a commit does with caches
+    of older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end, and each call of an
+    engine in `prepare` and `verify`. resident: the trainer's memory is never freed between refits, so engines may keep it mapped.
+    prequantize: quantise in the trainer what engines hold as MXFP8, and the checkpoint names in `quantise` beside. sample: moves
+    that every engine rank recomputes by the reference before each commit. bucket_bytes: most payload of a message on the wires
+    that stage, `ipc_staged` and `collective`.
+
+    Raises ConfigError with every field that can't work.
+    """
+
+    wire: WireName = "shm"
+    unused: tuple[str, ...] = ()
+    caches: CachePolicy = "reset"
+    deadline_s: float = DEADLINE_S
+    resident: bool = False
+    prequantize: bool = False
+    quantise: tuple[str, ...] = ()
+    sample: int = 0
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        problems = []
+        for field in msgspec.structs.fields(self):
+            value, where = getattr(self, field.name), f"SenderConfig.{field.name}"
+            try:
+                read = msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                problems.append(Problem(f"not a value that it takes: {error}", where, repr(value)[:80]))
+                continue
+            if read != value:  # a list of names
+                msgspec.structs.force_setattr(self, field.name, read)
+            problems += [Problem(what, where, str(value), wanted) for what, wanted in _wrong(self, field.name)]
+        if problems:
+            raise ConfigError.of(problems)
+
+
+def _wrong(config: SenderConfig, name: str) -> list[tuple[str, str]]:
+    """What is wrong with a value of the right type, and what is wanted instead."""
+    if name == "deadline_s" and not (math.isfinite(config.deadline_s) and 0 < config.deadline_s <= LONGEST_S):
+        return [("the deadline must be a positive number of seconds", f"more than 0, at most {LONGEST_S:.0f}")]
+    if name == "bucket_bytes" and config.bucket_bytes < SMALLEST_BUCKET:
+        return [("a bucket is too small", f"at least {SMALLEST_BUCKET}")]
+    if name == "sample" and config.sample < 0:
+        return [("a number of moves can't be negative", "0 or more")]
+    if name == "quantise" and config.quantise and not config.prequantize:
+        return [("nothing is quantised in the trainer", "prequantize=True, or no names")]
+    return []

@@ -1,0 +1,117 @@
+"""The engines of one sender, on trainer rank 0: prepared, refitted and verified together, each for itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from vllm_refit_ext.client import LATE_S, EngineClient, raise_problems
+from vllm_refit_ext.core.errors import ConfigError, PlanError, Problem, RefitError
+from vllm_refit_ext.core.manifest import Manifest, Offer, pack_offer
+from vllm_refit_ext.core.messages import PrepareReply, UpdateInfo, UpdateReport
+from vllm_refit_ext.core.placement import Placements, concatenate
+from vllm_refit_ext.core.plan import Plan, build_plan, check_consumed
+from vllm_refit_ext.core.sites import Sites, distances
+from vllm_refit_ext.core.table import unpack_placements
+from vllm_refit_ext.sender.calls import Calls, call_all, engine_name
+from vllm_refit_ext.sender.prepared import EngineRanks
+
+T = TypeVar("T")
+
+
+class Engines:
+    """Clients of all engines. What fails names its engine: by URL, or by number where a client has no name."""
+
+    def __init__(self, clients: Sequence[EngineClient], deadline_s: float) -> None:
+        self.clients, self.deadline_s = list(clients), deadline_s
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def sizes(self) -> list[int]:
+        """Ranks of each engine."""
+        return self._all(lambda _, engine: len(engine.status(self.deadline_s)), "they answer")
+
+    def prepare(
+        self, manifest: Manifest, sources: Placements, sites: tuple[str, ...], fp8_config: dict[str, Any] | None
+    ) -> list[EngineRanks]:
+        """Offer to all engines. Raises PlanError with the problems of all of them."""
+        sizes = self.sizes()
+        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+
+        def offer(index: int, engine: EngineClient) -> list[PrepareReply]:
+            replies = engine.prepare(pack_offer(Offer(manifest, sources, firsts[index], sites)), fp8_config, self.deadline_s)
+            raise_problems(replies)
+            return sorted(replies, key=lambda reply: reply.rank)
+
+        return list(map(EngineRanks, firsts, self._all(offer, "they are prepared")))
+
+    def plan(
+        self, manifest: Manifest, sources: Placements, sites: tuple[str, ...], ranks: Sequence[EngineRanks], unused: Sequence[str]
+    ) -> tuple[Plan, Sites]:
+        """The joint plan from what the engines answered, which each engine rank must hold its share of. Raises PlanError."""
+        tables = [unpack_placements(r.targets) for e in ranks for r in e.replies if r.targets is not None]
+        read = {t.names[i] for t in tables for i in np.unique(t.tensor)}
+        problems = check_consumed(manifest, read, unused)
+        if problems:
+            raise PlanError.of(problems, f"{len(problems)} offered tensor(s) go nowhere")
+        at = Sites(sites, [r.site for e in ranks for r in e.replies])
+        try:
+            plan = build_plan(manifest, sources, concatenate(tables), distances(sites, dict(enumerate(at.engines))))
+        except PlanError as error:
+            raise self.named(error, ranks) from None
+        differ = [
+            Problem(
+                "it holds another plan than the trainer",
+                f"{engine_name(i, client)} · engine rank {reply.rank}",
+                reply.digest[:16],
+                mine[:16],
+            )
+            for i, (client, engine) in enumerate(zip(self.clients, ranks, strict=True))
+            for reply in engine.replies
+            if reply.digest != (mine := plan.digest(engine.first + reply.rank))
+        ]
+        if differ:
+            raise PlanError.of(differ, "the two sides disagree on the plan; install the same version of this project on both")
+        return plan, at
+
+    def update(
+        self, messages: Sequence[UpdateInfo], failed: Callable[[RefitError], None] = lambda error: None
+    ) -> Calls[list[UpdateReport]]:
+        """Start the update calls of all engines. failed: called at once, with the error of one that fails."""
+        return Calls(self.clients, lambda index, engine: engine.update(messages[index]), failed)
+
+    def reports(
+        self, calls: Calls[list[UpdateReport]], version: str, transfer: RefitError | None = None
+    ) -> list[list[UpdateReport]]:
+        """What `update` started: the reports of all engine ranks, by engine. transfer: what this rank's own sending failed with.
+        Raises as `Calls.results` does."""
+        return calls.results(self.deadline_s + 2 * LATE_S, f"they serve version {version!r}", transfer)
+
+    def verify(self, wanted: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
+        """Compare digests on all engines."""
+        self._all(lambda index, engine: engine.verify(wanted[index], self.deadline_s), "they hold what the trainer offers")
+
+    def named(self, error: RefitError, ranks: Sequence[EngineRanks]) -> RefitError:
+        """The same error with every number that an engine rank has in the joint plan said as its engine and its own rank."""
+
+        def own(match: re.Match[str]) -> str:
+            number = int(match[1])
+            index = max((i for i, e in enumerate(ranks) if e.first <= number), default=0)
+            return f"{engine_name(index, self.clients[index])} · engine rank {number - ranks[index].first}"
+
+        return type(error).of(
+            [
+                msgspec.structs.replace(p, **{f: re.sub(r"engine rank (\d+)", own, getattr(p, f)) for f in ("what", "where")})
+                for p in error.problems
+            ]
+        )
+
+    def _all(self, work: Callable[[int, EngineClient], T], done: str) -> list[T]:
+        if not self.clients:
+            raise ConfigError("trainer rank 0 needs an engine client", where="the sender", do="pass engine= on rank 0")
+        return call_all(self.clients, work, self.deadline_s + LATE_S, done)

@@ -1,0 +1,158 @@
+"""What a trainer rank offers, and what it knows once a plan stands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+import torch
+
+from vllm_refit_ext.core.dtypes import dtype_name
+from vllm_refit_ext.core.errors import ConfigError, ManifestError, Problem, WireError
+from vllm_refit_ext.core.manifest import Manifest, TensorSpec
+from vllm_refit_ext.core.messages import PrepareReply
+from vllm_refit_ext.core.placement import Buffer
+from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.plan_wire import PackedPlan
+from vllm_refit_ext.core.sites import this_site
+from vllm_refit_ext.core.table import PackedPlacements, pack_placements
+from vllm_refit_ext.sender.prequantize import Prequantised
+from vllm_refit_ext.sender.source import Source
+from vllm_refit_ext.wires import Sender
+
+
+class Description(msgspec.Struct):
+    """What a rank tells rank 0 about itself."""
+
+    tensors: dict[str, TensorSpec]
+    aliases: dict[str, str]
+    placements: PackedPlacements
+    site: str
+
+
+class Share(msgspec.Struct):
+    """What rank 0 tells a rank about the plan. plan: the moves out of that rank. total: bytes of the whole plan."""
+
+    manifest: Manifest
+    plan: PackedPlan
+    wire: bytes
+    total: int
+
+
+class EngineRanks(msgspec.Struct):
+    """One engine's ranks in the plan, known on trainer rank 0. first: the plan's number of its rank 0. replies: in rank order."""
+
+    first: int
+    replies: list[PrepareReply]
+
+
+class Offered:
+    """This rank's memory as it is offered: its source, with some of it quantised."""
+
+    def __init__(self, source: Source, rank: int) -> None:
+        """rank: of this process among the trainer's. Raises ConfigError where the source's parts do not fit each other."""
+        self.source = source
+        self.placements = source.placements.as_rank(rank)
+        self.specs = dict(source.specs)
+        self._prequantised: Prequantised | None = None
+        self._addresses: list[int] = []
+        buffers = self.placements.buffers
+        if len(buffers) != len(source.tensors):
+            raise ConfigError(
+                "a source has one tensor for each buffer", where="placements", got=len(source.tensors), wanted=len(buffers)
+            )
+        problems = misfits(source.tensors, buffers)
+        problems += [
+            Problem("a placement's tensor has no entry in specs", f"tensor {self.placements.names[i]!r}")
+            for i in sorted(set(self.placements.tensor.tolist()))
+            if self.placements.names[i] not in self.specs
+        ]
+        if problems:
+            raise ConfigError.of(problems, f"the source of trainer rank {rank} has {len(problems)} problem(s)")
+
+    def quantise(self, names: Collection[str]) -> None:
+        """Offer codes and scales in place of these tensors."""
+        self._prequantised = Prequantised(self.specs, self.placements, self.source.tensors, names)
+        self.specs, self.placements = self._prequantised.specs, self._prequantised.placements
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The memory of the buffers of `placements`, in their order, as `current` left it."""
+        return self.source.tensors if self._prequantised is None else self._prequantised.tensors
+
+    def describe(self) -> bytes:
+        """The message for rank 0."""
+        aliases = dict(self.source.aliases)
+        return msgspec.msgpack.encode(Description(self.specs, aliases, pack_placements(self.placements), this_site()))
+
+    def current(self, seconds: dict[str, float]) -> Sequence[torch.Tensor]:
+        """What the trainer holds now, in the order of the buffers of `placements`: contiguous, of their shapes and dtypes. Adds
+        the time of quantising to `seconds`.
+
+        Raises WireError naming every tensor that no longer fits.
+        """
+        self.source.refresh()
+        live = self.source.tensors
+        addresses = list(map(torch.Tensor.data_ptr, live))
+        if addresses != self._addresses or not all(map(torch.Tensor.is_contiguous, live)):
+            problems = misfits(live, self.placements.buffers[: len(live)])
+            if problems:
+                raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not what the plan was made for")
+            self._addresses = addresses
+        if self._prequantised is None:
+            return live
+        begin = time.perf_counter()
+        filled = self._prequantised.fill(live)
+        seconds["quantise"] = time.perf_counter() - begin
+        return filled
+
+
+class Prepared(msgspec.Struct):
+    """What a sender knows after `prepare`. plan: of all ranks on rank 0, else the moves out of this one. half: of the wire, this
+    rank's. total: bytes of the whole plan. engines: on rank 0.
+    """
+
+    offered: Offered
+    plan: Plan
+    half: Sender
+    total: int
+    engines: list[EngineRanks]
+
+
+def misfits(tensors: Sequence[torch.Tensor], buffers: Sequence[Buffer]) -> list[Problem]:
+    """A problem for every tensor that is not the contiguous memory that its buffer describes."""
+    problems = []
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        got, wanted = (f"{dtype_name(tensor.dtype)} {list(tensor.shape)}", f"{buffer.dtype} {list(buffer.shape)}")
+        if got != wanted:
+            problems.append(Problem("its shape or dtype is another", buffer.name, got, wanted, "prepare again"))
+        elif tensor.numel() and not tensor.untyped_storage().nbytes():
+            problems.append(Problem("its memory was given back", buffer.name, do="load it back before a refit"))
+        elif not tensor.is_contiguous():
+            what, do = "it is not contiguous in memory", "store it row-major"
+            problems.append(Problem(what, buffer.name, f"strides {list(tensor.stride())}", f"shape {list(tensor.shape)}", do))
+    return problems
+
+
+def merge(described: Sequence[Description]) -> Manifest:
+    """One manifest of all ranks. Raises ManifestError where ranks disagree. What nobody offers, the engine's replies name."""
+    tensors: dict[str, TensorSpec] = {}
+    aliases: dict[str, str] = {}
+    problems = []
+    for rank, d in enumerate(described):
+        aliases |= d.aliases
+        for name, spec in d.tensors.items():
+            known = tensors.setdefault(name, spec)
+            if known != spec:
+                what = "trainer ranks disagree on it"
+                got, wanted = f"{spec.dtype} {list(spec.shape)} on rank {rank}", f"{known.dtype} {list(known.shape)}"
+                problems.append(Problem(what, f"tensor {name!r}", got, wanted))
+    if problems:
+        raise ManifestError.of(problems, f"the trainer's ranks do not add up to a checkpoint: {len(problems)} problem(s)")
+    return Manifest(tensors, {a: n for a, n in aliases.items() if a not in tensors and n in tensors})
+
+
+def make_source(given: Source | Callable[[], Source]) -> Source:
+    """The source that a sender was given, or what the function that it was given makes."""
+    return given() if not hasattr(given, "refresh") else given  # type: ignore[operator,return-value]

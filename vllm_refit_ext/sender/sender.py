@@ -1,0 +1,368 @@
+"""The hook in a trainer: `prepare()` once, `refit(version)` after every step, on every rank.
+
+    sender = RefitSender(source, engine)     # engine: a client on rank 0, None elsewhere
+    sender.prepare()
+    for step in ...:
+        train(...)
+        sender.refit(f"step-{step}")
+
+`prepare` describes this rank's shards, lets rank 0 offer those of all ranks to the engines, and builds the joint plan from the
+boxes that the engines' ranks answer with. Each engine rank planned for itself; its digest must equal that of its share of the
+joint plan. `refit` makes the bytes that the plan names readable, has the engines pull and commit, and returns a report.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm_refit_ext.client import LATE_S, EngineClient
+from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, SessionError
+from vllm_refit_ext.core.manifest import Manifest, suggest
+from vllm_refit_ext.core.messages import UpdateInfo, UpdateReport
+from vllm_refit_ext.core.placement import Placements, concatenate
+from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.plan_wire import pack_plan, unpack_plan
+from vllm_refit_ext.core.table import unpack_placements
+from vllm_refit_ext.sender import metrics
+from vllm_refit_ext.sender.config import SenderConfig
+from vllm_refit_ext.sender.engines import Engines
+from vllm_refit_ext.sender.prepared import Description, EngineRanks, Offered, Prepared, Share, make_source, merge
+from vllm_refit_ext.sender.ranks import Ranks, answer_of, as_refit_error
+from vllm_refit_ext.sender.source import Source
+from vllm_refit_ext.wires import ActiveSender, ResidentSender, wire
+from vllm_refit_ext.wires.boxes import MODULUS, Content, as_bytes, sum_by_tensor
+from vllm_refit_ext.wires.coded import PlacedScales, sent_content
+
+
+class RefitReport(msgspec.Struct, frozen=True):
+    """One refit as every trainer rank sees it.
+
+    seconds: `quantise`, `publish` (this rank's part of the wire), `transfer` (wire `collective`: until its last byte was taken),
+    `update` (from the calls to the engines' commits), `total`. nbytes: what travelled to all engine ranks. engines: the reports
+    of all engine ranks, by engine. sent: payload bytes that this rank itself sent, by engine rank (wire `collective`); where
+    engine ranks of a site hand boxes to each other, `nbytes` counts every copy and `sent` the one.
+    """
+
+    version: str
+    seconds: dict[str, float]
+    nbytes: int
+    gbytes_per_s: float
+    engines: list[list[UpdateReport]]
+    sent: dict[int, int] = {}
+
+
+class _Verdict(msgspec.Struct):
+    seconds: float
+    engines: list[list[UpdateReport]]
+
+
+class RefitSender:
+    """One trainer rank's sender. `prepare`, `refit` and `verify` are collective over the trainer's ranks; whatever fails on one
+    rank is raised on all of them.
+    """
+
+    def __init__(
+        self,
+        source: Source | Callable[[], Source],
+        engine: EngineClient | Sequence[EngineClient] | None,
+        config: SenderConfig | None = None,
+    ) -> None:
+        """source: what this rank holds, or a function that every `prepare` calls for it. engine: a client, or one for each engine
+        that is refitted together, on rank 0; None on the others.
+        """
+        self.config = config or SenderConfig()
+        self._source = source
+        engines = [engine] if isinstance(engine, EngineClient) else list(engine or [])
+        self._engines = Engines(engines, self.config.deadline_s)
+        self.ranks = Ranks(self.config.deadline_s + 2 * LATE_S)
+        self.prepared: Prepared | None = None
+
+    # -- prepare -------------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> Plan:
+        """Build the plan with the engines and open the wire. Returns the joint plan on rank 0, the moves out of this rank
+        elsewhere. Either all ranks are prepared afterwards, or none is.
+
+        Raises ConfigError (a shard that can't be described), PlanError or ManifestError (names, shapes, coverage, ranks that
+        disagree), WireError (no room), all with every problem found.
+        """
+        self.close()
+        self.ranks.call("prepare")
+        made: list[Offered] = []
+
+        def describe() -> bytes:
+            made.append(Offered(make_source(self._source), self.ranks.rank))
+            return made[0].describe()
+
+        def describe_quantised() -> bytes:
+            made[0].quantise(names)
+            return made[0].describe()
+
+        first = answer_of(describe)
+        if self.config.prequantize:
+            names = msgspec.msgpack.decode(self.ranks.exchange(first, self._ask_what_to_quantise), type=list[str])
+            first = answer_of(describe_quantised)
+        joint: list[tuple[Plan, list[EngineRanks]]] = []
+        raw = self.ranks.exchange(first, lambda raw: self._plan_together(raw, joint))
+        opened: list[Prepared] = []
+
+        def open_wire() -> bytes:
+            share = msgspec.msgpack.decode(raw, type=Share)
+            plan, engines = joint[0] if joint else (unpack_plan(share.plan, share.manifest), [])
+            half = wire(self.config.wire).open_sender(self.ranks.rank, share.wire, made[0].tensors)
+            if isinstance(half, ResidentSender):
+                half.resident = self.config.resident
+            opened.append(Prepared(made[0], plan, half, share.total, engines))
+            return b""
+
+        try:
+            self.ranks.exchange(answer_of(open_wire), self._nothing)
+        except BaseException:
+            for prepared in opened:
+                prepared.half.close()
+            raise
+        self.prepared = opened[0]
+        return self.prepared.plan
+
+    def _nothing(self, parts: list[bytes]) -> list[bytes]:
+        return [b""] * self.ranks.size
+
+    def _ask_what_to_quantise(self, raw: list[bytes]) -> list[bytes]:
+        """On rank 0: the names that the engines hold as MXFP8, and those that the configuration adds."""
+        manifest, sources, _ = _joined(raw)
+        found = self._engines.prepare(manifest, sources, (), {"prequantize": True})
+        names = set(self.config.quantise) | {name for e in found for reply in e.replies for name in reply.quantise}
+        unknown = [
+            Problem("it is to be quantised and not offered", f"tensor {n!r}", do=suggest(n, manifest.tensors))
+            for n in sorted(names - set(manifest.tensors))
+        ]
+        if unknown:
+            raise ConfigError.of(unknown)
+        return [msgspec.msgpack.encode(sorted(names))] * self.ranks.size
+
+    def _plan_together(self, raw: list[bytes], joint: list[tuple[Plan, list[EngineRanks]]]) -> list[bytes]:
+        """On rank 0: offer what all ranks hold, plan with what the engines answer, and cut the plan for the ranks."""
+        manifest, sources, sites = _joined(raw)
+        fp8_config = {"prequantize": True} if self.config.prequantize else None
+        engines = self._engines.prepare(manifest, sources, sites, fp8_config)
+        plan, at = self._engines.plan(manifest, sources, sites, engines, self.config.unused)
+        joint.append((plan, engines))
+        wires = wire(self.config.wire).shares(plan, at, self.config.bucket_bytes)
+        total = int(plan.nbytes.sum())
+        return [
+            msgspec.msgpack.encode(Share(manifest, pack_plan(plan.for_source(rank)), wires[rank], total))
+            for rank in range(self.ranks.size)
+        ]
+
+    def _ready(self, call: str) -> Prepared:
+        if self.prepared is None:
+            do = "call prepare() on every rank"
+            raise SessionError(f"{call} was called before prepare", where=f"{type(self).__name__}.{call}", do=do)
+        return self.prepared
+
+    # -- refit ---------------------------------------------------------------------------------------------------------------
+
+    def refit(self, version: str) -> RefitReport:
+        """Hand the current weights to the engines as `version`, the same on all ranks. Returns when every engine serves them.
+
+        Every engine commits for itself: where one fails, the others serve the new version, and the error names each. Raises
+        SessionError before `prepare`, WireError where the trainer's memory no longer fits, and what engines raised.
+        """
+        self.ranks.call(f"refit to {version!r}")
+        try:
+            report = self._refit(version)
+        except RefitError as error:
+            if self.prepared is not None and isinstance(self.prepared.half, ResidentSender):
+                self.prepared.half.forget()
+            if self.ranks.rank == 0:
+                metrics.failed(type(error).__name__)
+            raise
+        if self.ranks.rank == 0:
+            metrics.succeeded(report.seconds, report.nbytes)
+        return report
+
+    def _refit(self, version: str) -> RefitReport:
+        start = time.perf_counter()
+        seconds: dict[str, float] = {}
+        sent: dict[int, int] = {}
+
+        def publish() -> bytes:
+            prepared = self._ready("refit")
+            if not isinstance(version, str) or not version:
+                raise SessionError("a refit needs a version", where="refit", got=repr(version), wanted="a text that is not empty")
+            tensors = prepared.offered.current(seconds)
+            begin = time.perf_counter()
+            part = prepared.half.begin(tensors)
+            seconds["publish"] = time.perf_counter() - begin
+            return part
+
+        half = self.prepared.half if self.prepared is not None else None
+        if isinstance(half, ActiveSender):
+            verdict = self._refit_actively(half, publish, version, seconds, sent)
+        else:
+            raw = self.ranks.exchange(answer_of(publish), lambda parts: self._update_engines(version, parts))
+            verdict = msgspec.msgpack.decode(raw, type=_Verdict)
+        seconds |= {"update": verdict.seconds, "total": time.perf_counter() - start}
+        total = self._ready("refit").total
+        return RefitReport(version, seconds, total, total / seconds["total"] / 1e9, verdict.engines, sent)
+
+    def _update_engines(self, version: str, parts: list[bytes]) -> list[bytes]:
+        begin = time.perf_counter()
+        info = wire(self.config.wire).info(parts)
+        calls = self._engines.update(self._messages(version, info, secrets.token_hex(8)))
+        engines = self._engines.reports(calls, version)
+        return [msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines))] * self.ranks.size
+
+    def _messages(self, version: str, info: Any, session: str) -> list[UpdateInfo]:
+        """What each engine is told. info: the wire's own part."""
+        field: dict[str, Any] = {self.config.wire: info}
+        return [
+            UpdateInfo(
+                wire=self.config.wire,
+                version=version,
+                session=session,
+                digests={str(r.rank): r.digest for r in engine.replies},
+                deadline_s=self.config.deadline_s,
+                caches=self.config.caches,
+                sample=self.config.sample,
+                **field,
+            )
+            for engine in self._ready("refit").engines
+        ]
+
+    def _refit_actively(
+        self,
+        half: ActiveSender,
+        publish: Callable[[], bytes],
+        version: str,
+        seconds: dict[str, float],
+        sent: dict[int, int],
+    ) -> _Verdict:
+        """A refit in which every trainer rank works while the engines' calls run."""
+
+        def announce(parts: list[bytes]) -> list[bytes]:
+            info = wire(self.config.wire).info(parts)
+            update = self._messages(version, info, secrets.token_hex(8))[0]
+            return [msgspec.msgpack.encode(update)] * self.ranks.size
+
+        update = msgspec.msgpack.decode(self.ranks.exchange(answer_of(publish), announce), type=UpdateInfo)
+        info, deadline = getattr(update, self.config.wire), time.monotonic() + self.config.deadline_s
+        begin = time.perf_counter()
+
+        def transfer() -> RefitError | None:
+            """Send; what it failed with."""
+            try:
+                sent.update(half.transfer(update.session, info, deadline))
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engines and the other ranks wait for this one
+                return as_refit_error(error)
+            finally:
+                seconds["transfer"] = time.perf_counter() - begin
+            return None
+
+        def refuse(error: RefitError) -> None:
+            half.refuse(update.session, error, deadline + LATE_S)
+
+        def lead() -> bytes:
+            """Rank 0: drive the engines beside its own sending."""
+            calls = self._engines.update(self._messages(version, info, update.session), refuse)
+            try:
+                failed = transfer()
+            except BaseException as error:
+                refuse(as_refit_error(error))  # the process ends; the engines need not wait for it
+                raise
+            if failed is not None:
+                refuse(failed)
+                failed = self._engines.named(failed, self._ready("refit").engines)
+            return msgspec.msgpack.encode(self._engines.reports(calls, version, failed))
+
+        def follow() -> bytes:
+            failed = transfer()
+            if failed is not None:
+                raise failed
+            return b""
+
+        def conclude(parts: list[bytes]) -> list[bytes]:
+            engines = msgspec.msgpack.decode(parts[0], type=list[list[UpdateReport]])
+            return [msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines))] * self.ranks.size
+
+        work = lead if self.ranks.rank == 0 else follow
+        return msgspec.msgpack.decode(self.ranks.exchange(answer_of(work), conclude), type=_Verdict)
+
+    # -- verify and close ----------------------------------------------------------------------------------------------------
+
+    def verify(self) -> int:
+        """Compare digests of every tensor on every engine rank with what this trainer holds now. Returns tensors compared, which
+        are all that the engines hold.
+
+        Raises VerifyError naming, for each engine rank, the first tensor that differs or was not compared.
+        """
+        self.ranks.call("verify")
+        return int(self.ranks.exchange(answer_of(self._digests), self._verify_engines))
+
+    def _digests(self) -> bytes:
+        prepared = self._ready("verify")
+        tensors = prepared.offered.current({})
+        share = prepared.plan.for_source(self.ranks.rank)
+        placements = prepared.offered.placements
+        place = {(b.rank, b.name): i for i, b in enumerate(placements.buffers)}
+        memory = _Memory(
+            {i: as_bytes(tensors[place[b.rank, b.name]]) for i, b in enumerate(share.sources) if (b.rank, b.name) in place}
+        )
+        scales = PlacedScales(share, placements, tensors)
+
+        def content(move: int) -> Content:
+            return sent_content(share, move, memory, scales)
+
+        by_rank = {
+            int(r): sum_by_tensor(share, np.flatnonzero(share.target_rank == r).tolist(), content)
+            for r in np.unique(share.target_rank)
+        }
+        return msgspec.msgpack.encode(by_rank)
+
+    def _verify_engines(self, raw: list[bytes]) -> list[bytes]:
+        total: dict[int, dict[str, int]] = {}
+        for part in (msgspec.msgpack.decode(r, type=dict[int, dict[str, int]]) for r in raw):
+            for rank, digests in part.items():
+                mine = total.setdefault(rank, {})
+                for name, value in digests.items():
+                    mine[name] = (mine.get(name, 0) + value) % MODULUS
+        wanted = [
+            {str(r.rank): {n: f"{v:016x}" for n, v in total.get(e.first + r.rank, {}).items()} for r in e.replies}
+            for e in self._ready("verify").engines
+        ]
+        self._engines.verify(wanted)
+        count = sum(len(digests) for engine in wanted for digests in engine.values())
+        return [str(count).encode()] * self.ranks.size
+
+    def close(self) -> None:
+        """Give back what this rank's half of the wire holds. Not collective. `prepare` may be called again."""
+        prepared, self.prepared = self.prepared, None
+        if prepared is not None:
+            prepared.half.close()
+
+
+class _Memory:
+    """The trainer's own tensors as a reader."""
+
+    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        return self._tensors[buffer]
+
+
+def _joined(raw: list[bytes]) -> tuple[Manifest, Placements, tuple[str, ...]]:
+    """On rank 0: what all ranks offer, and the host of each."""
+    described = [msgspec.msgpack.decode(r, type=Description) for r in raw]
+    manifest = merge(described)
+    sources = concatenate([unpack_placements(d.placements) for d in described])
+    if not len(sources):
+        sources = Placements.from_rows(sources.buffers, [], list(manifest.tensors))
+    return manifest, sources, tuple(d.site for d in described)
