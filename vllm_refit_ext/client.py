@@ -56,6 +56,8 @@ M = TypeVar("M", PrepareReply, Status, VerifyReply)
 class EngineClient(ABC):
     """One engine: all ranks of one vLLM instance. name: how errors call it, such as its URL; empty where it has none.
 
+    Data parallel replicas behind one server are one engine whose replies come replica by replica, each with all ranks.
+
     The methods below `call` raise DeadlineError when the engine has not answered in time. Their call may then still run in a
     thread that nobody waits for.
     """
@@ -142,15 +144,10 @@ class EngineClient(ABC):
         except ConfigError as error:
             raise WireError.of(error.problems) from None
         ranks = Counter(r.rank for r in replies)
-        several = max(ranks.values(), default=1)
-        if several > 1:
-            what = "several data parallel replicas answer as one engine"
-            do = "start one server for each replica and pass a client for each"
-            raise SessionError(what, where=method, got=f"{several} answers for rank {max(ranks, key=ranks.__getitem__)}", do=do)
-        if sorted(ranks) != list(range(max(1, len(replies)))):
-            raise WireError(
-                "not every rank of the engine answered", where=method, got=f"ranks {sorted(ranks)}", wanted="ranks from 0 on"
-            )
+        if sorted(ranks) != list(range(max(1, len(ranks)))) or len(set(ranks.values())) > 1:
+            got = ", ".join(f"rank {rank} {count} time(s)" for rank, count in sorted(ranks.items())) or "no reply"
+            wanted = "each rank from 0 on, once or once a data parallel replica"
+            raise WireError("not every rank of the engine answered", where=method, got=got, wanted=wanted)
         return replies
 
     def _within(self, method: str, args: tuple[Any, ...], deadline_s: float) -> list[Any]:
@@ -164,7 +161,7 @@ class LLMClient(EngineClient):
         self._llm = llm
 
     def call(self, method: str, args: tuple[Any, ...] = (), timeout_s: float | None = None) -> list[Any]:
-        return _translated(method, lambda: list(self._llm.collective_rpc(method, timeout=timeout_s, args=args)))
+        return _translated(method, timeout_s, lambda: list(self._llm.collective_rpc(method, timeout=timeout_s, args=args)))
 
 
 class AsyncLLMClient(EngineClient):
@@ -182,7 +179,7 @@ class AsyncLLMClient(EngineClient):
             finally:
                 future.cancel()
 
-        return _translated(method, run)
+        return _translated(method, timeout_s, run)
 
 
 class HTTPClient(EngineClient):
@@ -244,7 +241,7 @@ class FunctionClient(EngineClient):
         self._function = function
 
     def call(self, method: str, args: tuple[Any, ...] = (), timeout_s: float | None = None) -> list[Any]:
-        return _translated(method, lambda: list(self._function(method, args, timeout_s)))
+        return _translated(method, timeout_s, lambda: list(self._function(method, args, timeout_s)))
 
 
 def raise_problems(replies: Sequence[PrepareReply] | Sequence[VerifyReply], kind: type[RefitError] = PlanError) -> None:
@@ -285,13 +282,14 @@ def bounded(work: Callable[[], T], timeout_s: float, where: str) -> T:
     return outcome.result()
 
 
-def _translated(method: str, call: Callable[[], list[Any]]) -> list[Any]:
+def _translated(method: str, timeout_s: float | None, call: Callable[[], list[Any]]) -> list[Any]:
     try:
         return call()
     except RefitError:
         raise
     except (TimeoutError, concurrent.futures.TimeoutError) as error:
-        raise DeadlineError("no answer from the engine", where=method, got=error, do=LATE_DO) from error
+        wanted = f"within {timeout_s:g} s" if timeout_s else ""
+        raise DeadlineError("no answer from the engine", where=method, got=error, wanted=wanted, do=LATE_DO) from error
     except Exception as error:
         raise RefitError(f"the engine failed: {error}", where=method) from error
 

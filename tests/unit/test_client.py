@@ -12,7 +12,7 @@ import pytest
 
 from vllm_refit_ext import client as module
 from vllm_refit_ext.client import AsyncLLMClient, FunctionClient, HTTPClient, LLMClient
-from vllm_refit_ext.core.errors import DeadlineError, RefitError, SessionError, VerifyError, WireError
+from vllm_refit_ext.core.errors import DeadlineError, RefitError, VerifyError, WireError
 from vllm_refit_ext.core.messages import PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, to_rpc
 
 INFO = UpdateInfo(wire="shm", version="v", session="s", deadline_s=0.3)
@@ -140,15 +140,16 @@ def test_a_server_that_is_not_there_is_named():
         HTTPClient("http://127.0.0.1:9").status(5.0)
 
 
-def test_replicas_that_answer_as_one_engine_are_refused():
-    replies = [to_rpc(PrepareReply(rank=rank)) for rank in (0, 1, 0, 1)]
-    with pytest.raises(SessionError, match="data parallel replicas"):
-        FunctionClient(lambda *_: replies).prepare({})
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 0, 1)])
+def test_every_rank_of_every_replica_is_read(ranks):
+    replies = [to_rpc(PrepareReply(rank=rank)) for rank in ranks]
+    assert [r.rank for r in FunctionClient(lambda *_: replies).prepare({})] == list(ranks)
 
 
-def test_a_rank_that_does_not_answer_is_missed():
+@pytest.mark.parametrize("ranks", [(), (1,), (0, 2), (0, 1, 0), (0, 0, 1, 2)])
+def test_a_rank_that_does_not_answer_is_missed(ranks):
     with pytest.raises(WireError, match="not every rank"):
-        FunctionClient(lambda *_: [to_rpc(Status(rank=1))]).status()
+        FunctionClient(lambda *_: [to_rpc(Status(rank=rank)) for rank in ranks]).status()
 
 
 HELD = [{"a": "01", "b": "02"}, {"c": "03"}]

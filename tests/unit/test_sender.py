@@ -10,6 +10,7 @@ import torch
 from prometheus_client import REGISTRY
 
 from tests.support.small_engine import PlainSource, SmallEngine
+from vllm_refit_ext.client import FunctionClient
 from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError, VerifyError, WireError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
@@ -175,6 +176,32 @@ def test_memory_that_no_longer_fits_is_named_on_every_wire(module, sender_of, wi
     with pytest.raises(WireError, match=r"1\.weight"):
         sender.refit("w")
     assert engine.version == "v"
+
+
+class Replicas(FunctionClient):
+    """Several engines behind one client, as vLLM's data parallel replicas are."""
+
+    def __init__(self, *engines):
+        super().__init__(lambda method, args, timeout: [r for e in engines for r in e.call(method, args, timeout)])
+        self.engines = engines
+
+    def close(self):
+        for engine in self.engines:
+            engine.close()
+
+
+def test_replicas_behind_one_client_all_get_the_weights(module, sender_of):
+    pair = Replicas(SmallEngine(), SmallEngine())
+    sender = sender_of(pair, SmallEngine())
+    sender.prepare()
+    sender.refit("v")
+    assert all(same(e, module) for e in pair.engines)
+    assert sender.verify() == 8
+    pair.engines[1].held["0.bias"].add_(1)
+    with pytest.raises(VerifyError, match=r"engine 0 .*'0\.bias'"):
+        sender.verify()
+    with pytest.raises(ConfigError, match="data parallel replicas"):
+        sender_of(pair, wire="collective").prepare()
 
 
 @pytest.mark.parametrize("bad", ["", None, 3])

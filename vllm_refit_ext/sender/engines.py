@@ -34,7 +34,7 @@ class Engines:
 
     def sizes(self) -> list[int]:
         """Ranks of each engine."""
-        return self._all(lambda _, engine: len(engine.status(self.deadline_s)), "they answer")
+        return self._all(lambda _, engine: len({s.rank for s in engine.status(self.deadline_s)}), "they answer")
 
     def prepare(
         self, manifest: Manifest, sources: Placements, sites: tuple[str, ...], fp8_config: dict[str, Any] | None
@@ -43,12 +43,12 @@ class Engines:
         sizes = self.sizes()
         firsts = [sum(sizes[:i]) for i in range(len(sizes))]
 
-        def offer(index: int, engine: EngineClient) -> list[PrepareReply]:
+        def offer(index: int, engine: EngineClient) -> EngineRanks:
             replies = engine.prepare(pack_offer(Offer(manifest, sources, firsts[index], sites)), fp8_config, self.deadline_s)
             raise_problems(replies)
-            return sorted(replies, key=lambda reply: reply.rank)
+            return _one_replica(firsts[index], replies)
 
-        return list(map(EngineRanks, firsts, self._all(offer, "they are prepared")))
+        return self._all(offer, "they are prepared")
 
     def plan(
         self, manifest: Manifest, sources: Placements, sites: tuple[str, ...], ranks: Sequence[EngineRanks], unused: Sequence[str]
@@ -115,3 +115,18 @@ class Engines:
         if not self.clients:
             raise ConfigError("trainer rank 0 needs an engine client", where="the sender", do="pass engine= on rank 0")
         return call_all(self.clients, work, self.deadline_s + LATE_S, done)
+
+
+def _one_replica(first: int, replies: Sequence[PrepareReply]) -> EngineRanks:
+    """The ranks of an engine, all of whose data parallel replicas must hold the same."""
+    mine: dict[int, PrepareReply] = {}
+    for reply in replies:
+        if mine.setdefault(reply.rank, reply).digest != reply.digest:
+            raise PlanError(
+                "its data parallel replicas need different parts of the weights",
+                where=f"engine rank {reply.rank}",
+                got=reply.digest[:16],
+                wanted=mine[reply.rank].digest[:16],
+                do="start a server for each replica and pass a client for each",
+            )
+    return EngineRanks(first, [mine[rank] for rank in sorted(mine)], len(replies) // len(mine))

@@ -41,10 +41,12 @@ class Share(msgspec.Struct):
 
 
 class EngineRanks(msgspec.Struct):
-    """One engine's ranks in the plan, known on trainer rank 0. first: the plan's number of its rank 0. replies: in rank order."""
+    """One engine's ranks in the plan, known on trainer rank 0. first: the plan's number of its rank 0. replies: in rank order, of
+    its first data parallel replica. replicas: how many hold these same ranks."""
 
     first: int
     replies: list[PrepareReply]
+    replicas: int = 1
 
 
 class Offered:
@@ -56,7 +58,7 @@ class Offered:
         self.placements = source.placements.as_rank(rank)
         self.specs = dict(source.specs)
         self._prequantised: Prequantised | None = None
-        self._addresses: list[int] = []
+        self._looks: tuple[list[int], list[int]] = ([], [])
         buffers = self.placements.buffers
         if len(buffers) != len(source.tensors):
             raise ConfigError(
@@ -94,12 +96,13 @@ class Offered:
         """
         self.source.refresh()
         live = self.source.tensors
-        addresses = list(map(torch.Tensor.data_ptr, live))
-        if addresses != self._addresses or not all(map(torch.Tensor.is_contiguous, live)):
+        # A pass in C over each of these; what else may have changed shows in one of them.
+        looks = (list(map(torch.Tensor.data_ptr, live)), list(map(torch.Tensor.numel, live)))
+        if looks != self._looks or not all(map(torch.Tensor.is_contiguous, live)):
             problems = misfits(live, self.placements.buffers[: len(live)])
             if problems:
                 raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not what the plan was made for")
-            self._addresses = addresses
+            self._looks = looks
         if self._prequantised is None:
             return live
         begin = time.perf_counter()

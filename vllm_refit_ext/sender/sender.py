@@ -117,9 +117,13 @@ class RefitSender:
             share = msgspec.msgpack.decode(raw, type=Share)
             plan, engines = joint[0] if joint else (unpack_plan(share.plan, share.manifest), [])
             half = wire(self.config.wire).open_sender(self.ranks.rank, share.wire, made[0].tensors)
+            opened.append(Prepared(made[0], plan, half, share.total, engines))
             if isinstance(half, ResidentSender):
                 half.resident = self.config.resident
-            opened.append(Prepared(made[0], plan, half, share.total, engines))
+            if isinstance(half, ActiveSender) and any(e.replicas > 1 for e in engines):
+                what = "an engine has several data parallel replicas, and this wire sends to each rank by its number"
+                do = "start a server for each replica and pass a client for each, or use a wire that engines read"
+                raise ConfigError(what, where=f"wire {self.config.wire}", do=do)
             return b""
 
         try:
