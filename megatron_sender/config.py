@@ -186,7 +186,7 @@ class Refit(Part, frozen=True, kw_only=True):
     caches: Annotated[
         CachePolicy,
         Meta(
-            description="Prefix, encoder and multimodal caches at commit. `reset` clears them and fails if requests still use "
+            description="Prefix and encoder caches at commit. `reset` clears them and fails if requests still use "
             "them; `reset_running` preempts those first; `keep` serves values computed with older weights."
         ),
     ] = "reset"

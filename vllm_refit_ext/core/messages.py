@@ -156,7 +156,7 @@ class UpdateInfo(Message, frozen=True, kw_only=True):
     """What `update_weights` is told.
 
     version: opaque name of the new weights, set at commit. session: a name for this attempt, the same on all ranks. digests: by
-    engine rank as text, the digest of its share of the plan; empty skips nothing, it means the caller did not plan. deadline_s:
+    engine rank as text, the digest of its share of the plan; empty: the caller did not plan, and nothing is compared. deadline_s:
     seconds from the start of the call within which every wait must end. sample: moves that each rank recomputes by the reference
     and compares before the commit, drawn anew for each session.
     """
