@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vllm_refit_ext.plan_floor import size
+from vllm_refit_ext.plan_traffic import size
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 3600

@@ -17,9 +17,8 @@ from vllm_refit_ext.core.manifest import Manifest, whole_tensors
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import distances
-from vllm_refit_ext.plan_floor import Links, Traffic, direct
 from vllm_refit_ext.plan_report import PlanReport, Tally, grouped, travelling
-from vllm_refit_ext.plan_traffic import forwarded, merged, relayed, sites_of
+from vllm_refit_ext.plan_traffic import LINKS, Traffic, direct, forwarded, merged, relayed, sites_of
 
 if TYPE_CHECKING:
     from megatron_sender.config import Engine, Recipe
@@ -80,19 +79,21 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
             plan = build_plan(manifest, sources, concatenate(places), away)
             tally.add(plan, path_of, coded)
             if wire == "collective":
-                parts.append(forwarded(plan, sites, place, recipe.refit.bucket_bytes, functools.partial(travelling, coded=coded)))
+                bucket, bytes_of = recipe.refit.bucket_bytes, functools.partial(travelling, coded=coded)
+                parts.append(forwarded(plan, sites, place, h.gpus_per_host, bucket, bytes_of))
             read |= {plan.names[t] for t in np.unique(plan.tensor)}
             first, left = first + len(places), left - now
         for r in routes:
             dropped |= r.dropped
     for why, names in grouped({n: dropped.get(n, "no engine reads it") for n in manifest.tensors if n not in read}).items():
         tally.note("goes nowhere", why, names)
-    links = Links(h.copy_bytes_per_second, h.host_bytes_per_second, h.network_bytes_per_second)
     if parts:
         traffic = merged(parts)
+    elif wire == "ipc_staged":
+        traffic = relayed(tally.edges(), sites, place, h.gpus_per_host)
     else:
-        traffic = relayed(tally.edges(), sites, place) if wire == "ipc_staged" else direct(tally.bytes, place)
-    return tally.report(recipe.name, recipe.model.name, wire, traffic, h.gpus_per_host, links)
+        traffic = direct(tally.bytes, place, h.gpus_per_host)
+    return tally.report(recipe.name, recipe.model.name, wire, traffic, [getattr(h, setting) for _, _, setting in LINKS])
 
 
 def _gpus(recipe: Recipe, engines: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.plan import Edge, Plan
-from vllm_refit_ext.plan_floor import Crossing, Floor, Links, Traffic, crossed, crossings, floor, reckoned, size
+from vllm_refit_ext.plan_traffic import Crossing, Floor, Speeds, Traffic, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,12 +96,11 @@ class Tally:
         """Every pair of ranks that exchanges any bytes."""
         return [Edge(int(s), int(t), int(self.bytes[s, t]), int(self.moves[s, t])) for s, t in np.argwhere(self.moves > 0)]
 
-    def report(self, recipe: str, model: str, wire: str, traffic: Traffic, per_host: int, links: Links) -> PlanReport:
-        """traffic: which GPUs the bytes pass. per_host: GPUs a host."""
+    def report(self, recipe: str, model: str, wire: str, traffic: Traffic, speeds: Speeds) -> PlanReport:
+        """traffic: which GPUs the bytes pass. speeds: of the kinds of links."""
         paths = [Path(p, w, len(names), sum(names.values()), next(iter(names))) for (p, w), names in self.paths.items()]
-        kinds = crossed(traffic, per_host, links)
-        least = floor(traffic, kinds)
-        across, total = int(traffic.nbytes[kinds[-1].rows].sum()), int(self.bytes.sum())
+        least, total = traffic.floor(speeds), int(self.bytes.sum())
+        across = int(traffic.nbytes[traffic.kinds == 2].sum())
         return PlanReport(
             recipe,
             model,
@@ -109,12 +108,12 @@ class Tally:
             *self.bytes.shape,
             len({name for names in self.paths.values() for name in names}),
             int(self.moves.sum()),
-            int(self.bytes.sum()),
+            total,
             self.bytes.sum(axis=1).tolist(),
             self.bytes.sum(axis=0).tolist(),
             self.edges(),
             sorted(paths, key=lambda p: -p.nbytes),
-            crossings(traffic.nbytes, kinds),
+            traffic.crossings(speeds),
             across / total if total else 0.0,
             least.seconds,
             least,
@@ -136,7 +135,7 @@ def tables(report: PlanReport, edges: bool = False) -> list[Table]:
         "bytes": f"{size(report.nbytes)}, {report.crossing_hosts:.0%} of them between hosts",
         "a trainer rank sends": spread(report.sent),
         "an engine rank receives": spread(report.received),
-        "seconds": reckoned(report.floor),
+        "seconds": str(report.floor),
     }
     for row in rows.items():
         summary.add_row(*row)
