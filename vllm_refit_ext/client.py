@@ -22,6 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from vllm_refit_ext.core.errors import (
     ConfigError,
     DeadlineError,
@@ -72,10 +74,23 @@ class EngineClient(ABC):
         """
 
     def prepare(
-        self, state_dict_info: bytes | dict[str, Any], fp8_config: dict[str, Any] | None = None, deadline_s: float = DEADLINE_S
+        self,
+        state_dict_info: bytes | dict[str, Any],
+        fp8_config: dict[str, Any] | None = None,
+        deadline_s: float = DEADLINE_S,
+        keep: Sequence[str] = (),
     ) -> list[PrepareReply]:
-        """`prepare_refit_info` on all ranks. Problems stay in the replies."""
-        return self._ask(PrepareReply, "prepare_refit_info", (state_dict_info, fp8_config), deadline_s)
+        """`prepare_refit_info` on all ranks. Problems stay in the replies. keep: what the engine keeps as it is, by name or glob
+        of its parameters or of checkpoint tensors."""
+        call = (state_dict_info, fp8_config, list(keep)) if keep else (state_dict_info, fp8_config)
+        replies = self._ask(PrepareReply, "prepare_refit_info", call, deadline_s)
+        # Pipeline stages can't say by themselves that a pattern matches nothing.
+        found = {pattern for reply in replies for patterns in reply.kept.values() for pattern in patterns}
+        if any(reply.problems for reply in replies) or found >= set(keep):
+            return replies
+        where = ", ".join(map(repr, sorted(set(keep) - found)))
+        problem = Problem("it matches no engine parameter and no offered tensor on any rank", f"keep {where}")
+        return [msgspec.structs.replace(replies[0], problems=[problem]), *replies[1:]]
 
     def update(self, info: UpdateInfo) -> list[UpdateReport]:
         """`update_weights` on all ranks, then their reports, within `info.deadline_s` + LATE_S.

@@ -30,7 +30,8 @@ DENSE = {
 
 
 def _deepseek(cls: type[Any], **more: Any) -> Any:
-    mla = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    # The engine's latent attention knows the published sizes of its cache only.
+    mla = {"q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
     moe = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     made = cls(**{**DENSE, "num_key_value_heads": 4, "num_hidden_layers": 3, **mla, **moe, **groups, **more})

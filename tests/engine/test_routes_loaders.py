@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.engine.routes_support import Entries, random_tensors, replay
 from vllm_refit_ext.core.errors import RouteError
+from vllm_refit_ext.receiver.keep import keep
 from vllm_refit_ext.receiver.routes import Routes, record_routes
 
 pytestmark = pytest.mark.engine
@@ -213,3 +214,31 @@ def test_shared_parameters_are_one_buffer_with_aliases() -> None:
     assert routes.aliases == {"v": "w"}
     assert [b.name for b in routes.placements.buffers] == ["w"]
     assert model.v is model.w
+
+
+def test_what_a_reload_of_some_names_must_write() -> None:
+    load, entries = COPIES["two tensors"]
+    _, routes = record(load, entries)
+    assert routes.filled == {"w": (48, frozenset({"a", "b"}))}
+    assert routes.wanted(["a", "b"]) == {"w": 48}
+    assert routes.wanted(["a"]) == {"w": 1}, "a part of it is written in place"
+    assert routes.wanted([]) == {}
+    load, entries = COPIES["padding filled"]
+    assert record(load, entries)[1].wanted(entries) == {"w": 30}, "padding comes from no tensor"
+    load, entries, _ = NOT_COPIES["exponent"]
+    assert record(load, entries)[1].wanted(entries) == {"w": 48}, "what a loader computes is written too"
+
+
+def test_what_is_kept_leaves_the_routes_by_parameter_or_by_tensor() -> None:
+    load, entries = COPIES["two tensors"]
+    _, routes = record(load, entries)
+    by_tensor = keep(routes, ["a"])
+    assert (by_tensor.problems, by_tensor.routes.placements.names, by_tensor.names) == ([], ["b"], {"a": ["a"]})
+    assert by_tensor.routes.dropped == {"a": "the engine keeps it"}
+    assert by_tensor.routes.wanted(["b"]) == {"w": 1}
+    by_parameter = keep(routes, ["?", "v"])
+    assert by_parameter.names.keys() == {"a", "b", "s", "v", "w"}
+    assert by_parameter.names["v"] == ["?", "v"]
+    assert len(by_parameter.routes.placements) == len(by_parameter.routes.placements.buffers) == 0
+    assert by_parameter.routes.unwritten.keys() == {"e_score_correction_bias"}
+    assert [p.where for p in keep(routes, ["a", "nothing.*"]).problems] == ["keep 'nothing.*'"]

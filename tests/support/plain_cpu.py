@@ -23,6 +23,25 @@ APPLY = ("topk_weights", "topk_ids", "activation", "global_num_experts", "expert
 """What vLLM hands to an experts' `apply` behind the weights, in order."""
 
 
+def _silu(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def _gelu(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, -1)
+    return functional.gelu(gate) * up
+
+
+def _swigluoai(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "swigluoai": _swigluoai, "relu2_no_mul": lambda x: functional.relu(x).square()}
+"""What experts do between their two products, from w13's output."""
+
+
 def run_experts(
     output: torch.Tensor,
     hidden: torch.Tensor,
@@ -31,9 +50,12 @@ def run_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
     expert_map: torch.Tensor | None,
+    activation: str = "silu",
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
-    """SiLU-gated experts, one after the other, summed in float32 into `output` [tokens, hidden].
+    """Experts, one after the other, summed in float32 into `output` [tokens, hidden].
 
+    `activation`: as vLLM names it, of `ACTIVATIONS`. `biases`: of w13 [local experts, 2 * inner] and w2 [local experts, hidden].
     `w13` [local experts, 2 * inner, hidden], `w2` [local experts, hidden, inner], `weights` and `ids` [tokens, k];
     `expert_map` gives the local number of a global expert, or -1 where another rank has it.
     """
@@ -43,8 +65,9 @@ def run_experts(
     for expert in range(w13.shape[0]):
         token, slot = (ids == expert).nonzero(as_tuple=True)
         if token.numel():
-            gate, up = functional.linear(hidden[token], w13[expert]).chunk(2, -1)
-            down = functional.linear(functional.silu(gate) * up, w2[expert])
+            bias13, bias2 = (None if b is None else b[expert] for b in biases)
+            inner = ACTIVATIONS[activation](functional.linear(hidden[token], w13[expert], bias13))
+            down = functional.linear(inner, w2[expert], bias2)
             total.index_add_(0, token, down.float() * weights[token, slot, None].float())
     output.copy_(total)
 
@@ -57,9 +80,17 @@ def _apply(
     self: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *rest: Any, **named: Any
 ) -> None:
     arguments = dict(zip(APPLY, rest, strict=False)) | named
-    if arguments["activation"].value != "silu" or self.w1_bias is not None:
-        raise NotImplementedError("plain CPU experts know SiLU without biases only")
-    run_experts(output, hidden_states, w1, w2, arguments["topk_weights"], arguments["topk_ids"], arguments.get("expert_map"))
+    run_experts(
+        output,
+        hidden_states,
+        w1,
+        w2,
+        arguments["topk_weights"],
+        arguments["topk_ids"],
+        arguments.get("expert_map"),
+        arguments["activation"].value,
+        (self.w1_bias, self.w2_bias),
+    )
 
 
 _METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")

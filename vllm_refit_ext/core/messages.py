@@ -40,8 +40,8 @@ class PrepareReply(Message, frozen=True, kw_only=True):
     rank: this worker's rank in its engine. targets: the boxes it needs, in checkpoint coordinates. digest: of its share of the
     plan, empty while there are problems or where the sources were not given. reads: names it reads. dropped: names its loaders
     skip on this rank, with the reason. reload: names that take the engine's own reload, with the reason. quantise: names that it
-    wants as MXFP8. extra_bytes: peak memory a refit needs beyond the model. site: of this worker, see `core.sites`. seconds: by
-    phase.
+    wants as MXFP8. kept: engine parameters and offered tensors that stay as they are, with the patterns that say so. extra_bytes:
+    peak memory a refit needs beyond the model. site: of this worker, see `core.sites`. seconds: by phase.
     """
 
     rank: int
@@ -52,6 +52,7 @@ class PrepareReply(Message, frozen=True, kw_only=True):
     digest: str = ""
     dropped: dict[str, str] = {}
     reload: dict[str, str] = {}
+    kept: dict[str, list[str]] = {}
     quantise: list[str] = []
     layouts: dict[str, int] = {}
     extra_bytes: int = 0
@@ -177,7 +178,8 @@ class UpdateInfo(Message, frozen=True, kw_only=True):
 class UpdateReport(Message, frozen=True, kw_only=True):
     """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, as they travelled.
     forwarded: bytes by engine rank of its site as text, that handed them on; they are not in `received`.
-    launches: kernels that wrote. sampled: moves that were recomputed by the reference and found equal.
+    launches: kernels that wrote. sampled: moves that were recomputed by the reference and found equal. kept: engine parameters
+    and offered tensors that stayed as they were, by the user's wish.
     """
 
     rank: int
@@ -189,6 +191,7 @@ class UpdateReport(Message, frozen=True, kw_only=True):
     moves: int = 0
     launches: int = 0
     sampled: int = 0
+    kept: list[str] = []
 
 
 class Status(Message, frozen=True, kw_only=True):

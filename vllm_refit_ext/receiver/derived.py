@@ -40,9 +40,10 @@ class Derived:
         self._constants = constants(view.model, mine) if sleeps else []
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the copies of constants."""
-        return sum(saved.numel() * saved.element_size() for _, saved in self._constants)
+    def extra_bytes(self) -> int:
+        """Bytes of the copies of constants, and of one layer's absorbed projections while they are made anew."""
+        constants = sum(saved.numel() * saved.element_size() for _, saved in self._constants)
+        return constants + max((sum(t.numel() * t.element_size() for t in held.values()) for held in self._held), default=0)
 
     def refresh(self) -> None:
         """Compute what is derived from the weights as they are now, and put constants back."""

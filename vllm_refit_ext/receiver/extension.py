@@ -56,13 +56,14 @@ class RefitWorkerExtension:
     """Pass as `--worker-extension-cls vllm_refit_ext.RefitWorkerExtension`. See `docs/wire.md` for the messages."""
 
     @rpc(PrepareReply)
-    def prepare_refit_info(self, state_dict_info: Any, fp8_config: Any = None) -> Message:
+    def prepare_refit_info(self, state_dict_info: Any, fp8_config: Any = None, keep: Any = None) -> Message:
         """Learn what will travel, find where it goes on this rank, build and prove the plan.
 
         state_dict_info: name -> (shape, dtype), or the packed form of `core.manifest.offer`. fp8_config: None or
-        {"prequantize": bool}. Returns a `PrepareReply` as plain data; `problems` is empty when the rank is ready.
+        {"prequantize": bool}. keep: names or globs of engine parameters or checkpoint tensors that stay as they are.
+        Returns a `PrepareReply` as plain data; `problems` is empty when the rank is ready.
         """
-        return receiver_of(self).prepare(state_dict_info, fp8_config)
+        return receiver_of(self).prepare(state_dict_info, fp8_config, keep)
 
     @rpc(Status)
     def refit_status(self) -> Message:

@@ -7,20 +7,49 @@ lie at its old address, because captured graphs keep addresses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
-DEPTH = 4
-"""Objects that `inventory` follows from a module before it stops: module -> quant method -> kernel -> config -> tensor."""
+DEPTH = 10
+"""Objects that are followed from a module: quant method, modular kernel, its implementation, experts, their config, a tensor."""
 
 NOT_WEIGHTS = frozenset({"_parameters", "_buffers", "_modules", "kv_cache"})
-"""Attributes of modules that are torch's own tables, or memory that a refit has nothing to do with."""
+"""Attributes that are torch's own tables, or memory that a refit has nothing to do with."""
 
-PLAIN = (str, bytes, bool, int, type(None), torch.dtype, torch.device, torch.Size)
+PLAIN = (str, bytes, bool, int, type(None), torch.dtype, torch.device, torch.Size, type, types.ModuleType)
+FOREIGN = (
+    "abc",
+    "asyncio",
+    "concurrent",
+    "contextlib",
+    "enum",
+    "logging",
+    "multiprocessing",
+    "numpy",
+    "re",
+    "threading",
+    "torch",
+    "transformers",
+    "triton",
+    "weakref",
+)
+"""Packages whose objects hold no weights of a layer. Configs and groups of vLLM belong to the engine: see `_engine_wide`."""
+
+
+class Found(NamedTuple):
+    """A tensor or float that a model holds: its path, its kind ("alias": a tensor that was found before under another name), and
+    how to put another in its place (None where it can't be replaced)."""
+
+    name: str
+    kind: str
+    value: Any
+    put: Callable[[Any], None] | None = None
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -45,74 +74,103 @@ class Held(msgspec.Struct, frozen=True):
 def inventory(model: nn.Module) -> list[Held]:
     """All tensors that `model` holds, by name: parameters and buffers, then those on modules, quant methods and kernels."""
     held: list[Held] = []
-    for name, kind, value in _everything(model):
-        if isinstance(value, torch.Tensor):
-            held.append(_tensor(name, kind, value))
+    for found in everything(model):
+        if isinstance(found.value, torch.Tensor):
+            held.append(_tensor(found.name, found.kind, found.value))
         else:
-            held.append(Held(name, kind, value=value))
+            held.append(Held(found.name, found.kind, value=found.value))
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-    return [_shared(entry, first) for entry in held]
+    return [_shared(entry, first) for entry in held if entry.kind != "alias"]
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of `inventory`, by the same names, to compare or to write."""
-    return {name: value for name, _, value in _everything(model) if isinstance(value, torch.Tensor)}
+    return {f.name: f.value for f in everything(model) if f.kind != "alias" and isinstance(f.value, torch.Tensor)}
 
 
-def _everything(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+def everything(model: nn.Module) -> Iterator[Found]:
+    """Parameters, buffers, and whatever hangs on modules: through objects, containers, partial functions, closures, methods."""
     modules = list(model.named_modules())
-    for path, module in modules:
-        for name, value in module._parameters.items():
-            if value is not None:
-                yield _join(path, name), "parameter", value
-    for path, module in modules:
-        for name, value in module._buffers.items():
-            if value is not None:
-                yield _join(path, name), "buffer", value
+    for kind, table in (("parameter", "_parameters"), ("buffer", "_buffers")):
+        for path, module in modules:
+            for name, value in list(getattr(module, table).items()):
+                if value is not None:
+                    yield Found(_join(path, name), kind, value)
     seen = {id(module) for _, module in modules}
     known = {id(v) for _, m in modules for t in (m._parameters, m._buffers) for v in t.values()}
     for path, module in modules:
-        for name, value in module.__dict__.items():
-            if name not in NOT_WEIGHTS and not _engine_wide(value):
-                yield from _derived(_join(path, name), value, seen, known, DEPTH)
+        for name, value, put in _attributes(module):
+            yield from _derived(_join(path, name), value, put, seen, known, DEPTH)
 
 
-def _derived(path: str, value: Any, seen: set[int], known: set[int], depth: int) -> Iterator[tuple[str, str, Any]]:
+def _derived(
+    path: str, value: Any, put: Callable[[Any], None] | None, seen: set[int], known: set[int], depth: int
+) -> Iterator[Found]:
     if isinstance(value, torch.Tensor):
-        if id(value) not in known:
-            known.add(id(value))
-            yield path, "derived", value
+        yield Found(path, "alias" if id(value) in known else "derived", value, put)
+        known.add(id(value))
         return
     if isinstance(value, float):
-        yield path, "float", value
+        yield Found(path, "float", value, put)
         return
-    if depth == 0 or isinstance(value, (*PLAIN, type, nn.Module)) or id(value) in seen or callable(value):
+    if depth == 0 or isinstance(value, PLAIN) or id(value) in seen or _engine_wide(value):
         return
     seen.add(id(value))
+    for name, item, place in _parts(value):
+        yield from _derived(f"{path}{name}", item, place, seen, known, depth - 1)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any, Callable[[Any], None] | None]]:
+    """(path from `value`, item, how to replace it) of everything that an object refers to."""
     if isinstance(value, dict):
-        parts = [(f"{path}[{key!r}]", item) for key, item in value.items()]
-    elif isinstance(value, list | tuple):
-        parts = [(f"{path}[{i}]", item) for i, item in enumerate(value)]
-    elif type(value).__module__.partition(".")[0] in ("vllm", "vllm_refit_ext"):
-        parts = [(f"{path}.{name}", item) for name, item in _attributes(value) if not _engine_wide(item)]
-    else:
-        return
-    for name, item in parts:
-        yield from _derived(name, item, seen, known, depth - 1)
+        for key in list(value):
+            yield f"[{key!r}]", value[key], functools.partial(value.__setitem__, key)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield f"[{i}]", item, functools.partial(value.__setitem__, i)
+    elif isinstance(value, tuple | set | frozenset):
+        for i, item in enumerate(value):
+            yield f"[{i}]", item, None
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func, None), (".args", value.args, None), (".keywords", value.keywords, None))
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__, None
+        yield ".__func__", value.__func__, None
+    elif isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield f".{name}", cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
+            except ValueError:
+                continue  # not bound yet
+        yield ".__defaults__", value.__defaults__, None
+        yield ".__kwdefaults__", value.__kwdefaults__, None
+    elif isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] not in FOREIGN:
+        if isinstance(value, nn.Module):  # one that the model does not list: a kernel that hangs on a quant method
+            yield from ((f".{n}", v, functools.partial(setattr, value, n)) for n, v in list(value._parameters.items()))
+            yield from ((f".{n}", v, functools.partial(setattr, value, n)) for n, v in list(value._buffers.items()))
+            yield from ((f".{n}", v, None) for n, v in list(value._modules.items()))
+        yield from ((f".{name}", item, put) for name, item, put in _attributes(value))
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """Instance attributes, in `__dict__` or slots."""
+def _attributes(value: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
+    """Instance attributes, in `__dict__` or slots, and how to replace each (also in a frozen dataclass)."""
     named = dict(getattr(value, "__dict__", {}))
-    for slot in getattr(type(value), "__slots__", ()) or ():
-        if isinstance(slot, str) and hasattr(value, slot):
+    for slot in (slot for kind in type(value).__mro__ for slot in _slots(kind)):
+        if hasattr(value, slot):
             named[slot] = getattr(value, slot)
-    return list(named.items())
+    for name, item in named.items():
+        if name not in NOT_WEIGHTS:
+            yield name, item, functools.partial(object.__setattr__, value, name)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _engine_wide(value: Any) -> bool:
     """Configs and groups belong to the engine, not to the weights."""
-    return type(value).__module__.startswith(("vllm.config", "vllm.distributed"))
+    return type(value).__module__.startswith(("vllm.config", "vllm.distributed", "vllm.forward_context"))
 
 
 def _tensor(name: str, kind: str, value: torch.Tensor) -> Held:

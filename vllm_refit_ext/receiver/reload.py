@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import msgspec
 import torch
 
 from vllm_refit_ext.core.errors import ManifestError, Problem, RefitError, TornError
+from vllm_refit_ext.receiver.reload_writes import Writes
 from vllm_refit_ext.receiver.worker_view import WorkerView
 
 
@@ -48,15 +49,21 @@ class _Feed:
         self.current = ""
 
 
-def reload_weights(view: WorkerView, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None = None) -> Reload:
+def reload_weights(
+    view: WorkerView,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    names: Collection[str] | None = None,
+    wanted: Mapping[str, int] | None = None,
+) -> Reload:
     """Load checkpoint tensors (Hugging Face names, shapes and dtypes) through vLLM's own reload, in place.
 
     Arguments: `tensors`, any order, best grouped by layer (a layer is held until it is complete). **Each tensor must own its
     memory until the call returns**: the reload keeps references and reads them when the layer is complete, so a view of a
     staging buffer that is used again would load later bytes. `names`, all that must come; without it, no layer may be left
-    part-loaded.
+    part-loaded. `wanted`, engine parameter -> elements that the loaders must have written in it (`Routes.wanted`).
 
-    Raises `ManifestError` (a name twice, missing or refused by the model's loader) or the iterator's own error, with the
+    Raises `ManifestError` (a name twice, missing or refused by the model's loader; a parameter that was not written) or the
+    iterator's own error, with the
     model as it was when no layer had been written yet; `TornError` with the same problems when one had. Either way the next
     reload starts clean.
     """
@@ -66,16 +73,21 @@ def reload_weights(view: WorkerView, tensors: Iterable[tuple[str, torch.Tensor]]
     model = view.model
     recover(view)
     addresses = _addresses(model)
-    feed = _Feed(tensors)
-    with set_current_vllm_config(view.vllm_config), torch.device(view.device), torch.no_grad(), _zeroed_padding():
+    feed, writes = _Feed(tensors), Writes(model)
+    context = set_current_vllm_config(view.vllm_config), torch.device(view.device), torch.no_grad()
+    with context[0], context[1], context[2], _zeroed_padding(), writes.replaying():
         kernels = _forget_cpu_kernels(view)
         layerwise.initialize_layerwise_reload(model)
+        writes.watch(model)
         open_layers = {layer for layer in model.modules() if layerwise.get_layerwise_info(layer).can_load()}
         try:
-            cast(Any, model).load_weights(iter(feed))
+            with writes:
+                cast(Any, model).load_weights(iter(feed))
+            writes.put_back()
             untouched = _check_complete(model, feed, names)
+            _check_written(writes, wanted or {})
         except Exception as error:
-            wrote = bool(_direct(feed.seen)) or any(not layerwise.get_layerwise_info(layer).can_load() for layer in open_layers)
+            wrote = writes.live or any(not layerwise.get_layerwise_info(layer).can_load() for layer in open_layers)
             recover(view)
             _restore_cpu_kernels(kernels)
             raise _explain(error, feed, wrote) from error
@@ -150,6 +162,19 @@ def _check_complete(model: torch.nn.Module, feed: _Feed, names: Collection[str] 
     return untouched
 
 
+def _check_written(writes: Writes, wanted: Mapping[str, int]) -> None:
+    """What the plan says is written is written: nothing else looks at what a loader makes of the tensors that it is given."""
+    short = {name: count for name, count in wanted.items() if writes.count.get(name, 0) < count}
+    if short:
+        what, do = "the reload did not write it", "this model's loader loses tensors in vLLM's reload: report it"
+        raise ManifestError.of(
+            [
+                Problem(what, f"engine parameter {name!r}", f"{writes.count.get(name, 0)} elements", f"{count} elements", do)
+                for name, count in short.items()
+            ]
+        )
+
+
 def _check_in_place(model: torch.nn.Module, before: dict[str, int]) -> None:
     """Every tensor is real again and where it was: a captured CUDA graph reads the old address."""
     after = _addresses(model)
@@ -178,14 +203,6 @@ def _addresses(model: torch.nn.Module) -> dict[str, int]:
     return found
 
 
-def _direct(names: Iterable[str]) -> list[str]:
-    """Names that the loaders write straight into live tensors, because the reload never moves those away."""
-    from vllm.model_executor.model_loader.reload import meta
-
-    skipped: set[str] = getattr(meta, "SKIP_LOAD_TENSORS", meta.SKIP_TENSORS)
-    return [name for name in names if name.rpartition(".")[2] in skipped]
-
-
 def _explain(error: Exception, feed: _Feed, wrote: bool) -> RefitError:
     """`error` as one of ours, naming the tensor that was being loaded; a `TornError` when live memory had been written."""
     if isinstance(error, RefitError):
@@ -203,7 +220,7 @@ def _explain(error: Exception, feed: _Feed, wrote: bool) -> RefitError:
 
 @contextlib.contextmanager
 def _expecting_untouched_layers() -> Iterator[None]:
-    """Without vLLM's warning for every layer that got nothing: those are written in place, and the caller is told of them."""
+    """Without vLLM's warning for every layer that got nothing: it is written in place, or `_check_written` has refused it."""
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
     def wanted(record: logging.LogRecord) -> bool:

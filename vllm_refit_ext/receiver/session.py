@@ -34,8 +34,10 @@ from vllm_refit_ext.receiver.agree import agree
 from vllm_refit_ext.receiver.anchors import Anchors
 from vllm_refit_ext.receiver.derived import Derived
 from vllm_refit_ext.receiver.fp8 import Fp8Config, parse_fp8_config
+from vllm_refit_ext.receiver.keep import patterns_of
 from vllm_refit_ext.receiver.kernel_moves import KernelMoves, kernel_moves
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
+from vllm_refit_ext.receiver.peak import free_bytes, reload_bytes
 from vllm_refit_ext.receiver.reload import recover, reload_weights
 from vllm_refit_ext.receiver.targets import Targets, build_targets, record
 from vllm_refit_ext.receiver.versions import adapter
@@ -61,6 +63,7 @@ class Prepared(msgspec.Struct):
     signature: tuple[Any, ...]
     derived: Derived
     received: dict[str, int]
+    extra_bytes: int
     in_place_of: dict[Plan, InPlaceWriter | KernelWriter] = {}
     reload_of: dict[Plan, ReloadWriter] = {}
     """Writers of plans that a staged reader keeps from refit to refit."""
@@ -90,8 +93,8 @@ class Receiver:
 
     # -- prepare -------------------------------------------------------------------------------------------------------------
 
-    def prepare(self, state_dict_info: object, fp8_config: object = None) -> PrepareReply:
-        """Read the manifest, find this rank's targets, build and prove its share of the plan.
+    def prepare(self, state_dict_info: object, fp8_config: object = None, keep: object = None) -> PrepareReply:
+        """Read the manifest, find this rank's targets, build and prove its share of the plan. keep: see `receiver.keep`.
 
         A call that finds problems leaves the rank unprepared and answers with all of them; it never raises for them, so that
         every rank of the engine answers.
@@ -100,12 +103,12 @@ class Receiver:
             self.prepared, self.problems = None, []
             clock = Clock()
             try:
-                return self._prepare(state_dict_info, parse_fp8_config(fp8_config), clock)
+                return self._prepare(state_dict_info, parse_fp8_config(fp8_config), patterns_of(keep), clock)
             except RefitError as error:
                 self.problems = error.problems
                 return PrepareReply(rank=self.view.rank, problems=error.problems, engine=self.engine, seconds=clock.seconds)
 
-    def _prepare(self, info: object, fp8_config: Fp8Config, clock: Clock) -> PrepareReply:
+    def _prepare(self, info: object, fp8_config: Fp8Config, keep: tuple[str, ...], clock: Clock) -> PrepareReply:
         offer = parse_state_dict_info(info)
         manifest = offer.manifest
         coded = [name for name, spec in manifest.tensors.items() if spec.format == "mxfp8"]
@@ -117,9 +120,10 @@ class Receiver:
         sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
         self._anchors.hold(self.view.model)
         rank = offer.first_rank + self.view.rank
-        targets, plan, made = self._plan(manifest, sources, rank, distances(offer.sites, {rank: this_site()}), clock)
+        targets, plan, made = self._plan(manifest, sources, rank, keep, distances(offer.sites, {rank: this_site()}), clock)
         digest = plan.digest(targets.rank)
         in_place = writer_for(plan, targets, self.view, made)
+        derived = Derived(self.view, targets.written())
         self.prepared = Prepared(
             manifest,
             targets,
@@ -128,8 +132,9 @@ class Receiver:
             in_place,
             ReloadWriter(plan, self._reload, self.view.device),
             targets.signature(self.view),
-            Derived(self.view, targets.written()),
+            derived,
             received(plan),
+            reload_bytes(self.view, targets) + derived.extra_bytes,
         )
         return PrepareReply(
             rank=self.view.rank,
@@ -138,16 +143,23 @@ class Receiver:
             digest=digest,
             dropped=targets.dropped,
             reload=targets.reload,
+            kept=targets.kept,
             quantise=targets.quantise if fp8_config.prequantize else [],
             layouts=targets.layouts(),
-            extra_bytes=targets.extra_bytes,
+            extra_bytes=self.prepared.extra_bytes,
             wire_bytes=int(plan.nbytes.sum()),
             site=this_site(),
             seconds=clock.seconds,
         )
 
     def _plan(
-        self, manifest: Manifest, sources: Placements, rank: int, distance: NDArray[np.int8], clock: Clock
+        self,
+        manifest: Manifest,
+        sources: Placements,
+        rank: int,
+        keep: tuple[str, ...],
+        distance: NDArray[np.int8],
+        clock: Clock,
     ) -> tuple[Targets, Plan, KernelMoves]:
         """Targets, plan and what a table executes of it. distance: as `build_plan` takes it, with no rows where nobody told the
         trainer's sites.
@@ -159,7 +171,7 @@ class Receiver:
         refused: dict[str, str] = {}
         while True:
             with clock("targets"):
-                targets = build_targets(self.view, manifest, rank, recording, refused)
+                targets = build_targets(self.view, manifest, rank, recording, refused, keep)
             problems = list(targets.problems)
             with clock("plan"):
                 try:
@@ -239,6 +251,7 @@ class Receiver:
             forwarded={str(r): n for r, n in reader.forwarded.items()} if isinstance(reader, ForwardedReader) else {},
             moves=len(prepared.plan),
             launches=prepared.launches(),
+            kept=sorted(prepared.targets.kept),
             sampled=self._sampled,
         )
         self.last = report
@@ -264,6 +277,15 @@ class Receiver:
         if sleeping := asleep(prepared.targets):
             do = 'call wake_up(tags=["weights"]) first, then refit, then wake the rest'
             raise SessionError("the engine's weights are asleep", where="update_weights", got=sleeping, do=do)
+        if (free := free_bytes(self.view.device)) < prepared.extra_bytes:
+            do = "free memory on the engine's device, or leave more of it free (gpu_memory_utilization)"
+            raise SessionError(
+                "the refit needs more memory beside the weights than is free",
+                where="update_weights",
+                got=f"{free} bytes",
+                wanted=f"{prepared.extra_bytes} bytes",
+                do=do,
+            )
         if prepared.signature != prepared.targets.signature(self.view):
             do = "call prepare_refit_info again"
             raise SessionError("the engine's parameters were replaced or moved since prepare", where="update_weights", do=do)
@@ -337,7 +359,7 @@ class Receiver:
             return True
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> None:
-        reload_weights(self.view, tensors, names)
+        reload_weights(self.view, tensors, names, self._prepared().targets.reloaded)
         self._anchors.hold(self.view.model)
 
     def _note_staged(self, plan: Plan, move: int, box: torch.Tensor) -> None:

@@ -174,7 +174,8 @@ def _scale_rows(
 
 
 def _staged(table: Placements, recording: Recording, reload: Mapping[str, str], manifest: Manifest, rank: int) -> Placements:
-    """The reloaded names, in buffers of checkpoint shape; only what the routes read is asked for, unless a loader computes."""
+    """The reloaded names, in buffers of checkpoint shape, module by module, so that a reload holds one at a time; only what the
+    routes read is asked for, unless a loader computes."""
     boxes: dict[str, set[Box]] = {name: set() for name in reload}
     created: dict[str, str] = {}
     for row in table.rows():
@@ -183,9 +184,10 @@ def _staged(table: Placements, recording: Recording, reload: Mapping[str, str], 
         created[row.tensor] = table.buffers[row.buffer].dtype
     buffers: list[Buffer] = []
     rows: list[Placement] = []
-    for name, spec in manifest.tensors.items():
-        if name not in boxes:
-            continue
+    modules = module_of(recording.routes)
+    order = {module: i for i, module in enumerate(dict.fromkeys(modules.values()))}
+    for name in sorted((n for n in manifest.tensors if n in boxes), key=lambda n: order.get(modules.get(n, ""), -1)):
+        spec = manifest.tensors[name]
         whole = ((0,) * len(spec.shape), spec.shape)
         wanted = _separate(boxes[name]) if name not in recording.routes.computed else [whole]
         layout, partner = CHECKPOINT, recording.partners.get(name, "")
@@ -201,6 +203,15 @@ def _staged(table: Placements, recording: Recording, reload: Mapping[str, str], 
             outward = {((*lo[:-1], lo[-1] // BLOCK), (*hi[:-1], -(-hi[-1] // BLOCK))) for lo, hi in wanted}
             rows += _row_major(partner, len(buffers) - 1, other.shape, other.dtype, _separate(outward))
     return Placements.from_rows(buffers, rows)
+
+
+def module_of(routes: Routes) -> dict[str, str]:
+    """HF name -> the first module that it fills, in the model's order."""
+    found: dict[str, str] = {}
+    for parameter, (_, names) in routes.filled.items():
+        for name in names:
+            found.setdefault(name, parameter.rpartition(".")[0])
+    return found
 
 
 def _row_major(name: str, buffer: int, shape: tuple[int, ...], dtype: str, boxes: list[Box]) -> list[Placement]:

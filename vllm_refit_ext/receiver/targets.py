@@ -8,7 +8,7 @@ checkpoint shape, and only the boxes that this rank's routes read are asked for,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -21,10 +21,11 @@ from vllm_refit_ext.core.errors import Problem, RouteError
 from vllm_refit_ext.core.manifest import Manifest, suggest
 from vllm_refit_ext.core.placement import Placements
 from vllm_refit_ext.receiver.held import HeldParam, config_scale, held_param, is_mxfp8
+from vllm_refit_ext.receiver.keep import keep, overwritten
 from vllm_refit_ext.receiver.live_layout import layout_of
 from vllm_refit_ext.receiver.recording import Recording, record
 from vllm_refit_ext.receiver.routes.table import Routes
-from vllm_refit_ext.receiver.target_places import closure, place, unaligned
+from vllm_refit_ext.receiver.target_places import closure, module_of, place, unaligned
 from vllm_refit_ext.receiver.worker_view import WorkerView
 
 _CONVERTED = re.compile(r"(\w+) is converted to (\w+)")
@@ -32,9 +33,10 @@ _CONVERTED = re.compile(r"(\w+) is converted to (\w+)")
 
 class Targets(msgspec.Struct):
     """placements: boxes of buffers of this rank. params: live tensors by buffer name, for buffers in place. held: the MXFP8
-    parameters among them. reload: names that take the engine's reload, with the reason. dropped: names that the loaders skip
-    here, with the reason. quantise: names whose parameter holds MXFP8. extra_bytes: peak memory beyond the model. problems:
-    what keeps the rank from taking part.
+    parameters among them. reload: names that take the engine's reload, with the reason. reloaded: engine parameter -> elements
+    that this reload must write. dropped: names that the loaders skip here, with the reason. quantise: names whose parameter
+    holds MXFP8. kept: engine parameters and offered tensors that stay as they are, with the patterns that say so. problems: what
+    keeps the rank from taking part. module_of: HF name -> the first module that it fills.
     """
 
     rank: int
@@ -42,11 +44,13 @@ class Targets(msgspec.Struct):
     params: dict[str, torch.Tensor]
     held: dict[str, HeldParam]
     reload: dict[str, str]
+    reloaded: dict[str, int]
     dropped: dict[str, str]
     quantise: list[str]
-    extra_bytes: int
     problems: list[Problem]
     slots: list[Any] = []
+    module_of: dict[str, str] = {}
+    kept: dict[str, list[str]] = {}
 
     @property
     def writer(self) -> str:
@@ -93,17 +97,24 @@ def _slots(model: nn.Module, params: Iterable[str], held: Iterable[str]) -> list
 
 
 def build_targets(
-    view: WorkerView, manifest: Manifest, rank: int, recording: Recording | None = None, refused: Mapping[str, str] | None = None
+    view: WorkerView,
+    manifest: Manifest,
+    rank: int,
+    recording: Recording | None = None,
+    refused: Mapping[str, str] | None = None,
+    patterns: Collection[str] = (),
 ) -> Targets:
     """Decide for every parameter that `recording` fills how it is written. `rank` is this rank's number in the plan.
 
     recording: of the same manifest and rank, made here when None. refused: names that no move can write in place, with the
-    reason; they and all that belongs to them take the reload.
+    reason; they and all that belongs to them take the reload. patterns: what is kept, see `receiver.keep`.
 
     Raises RouteError with every tensor that the engine's loaders refuse. Other problems are in the result.
     """
-    recording = recording or record(view, manifest, rank)
-    routes = recording.routes
+    recorded = recording or record(view, manifest, rank)
+    kept = keep(recorded.routes, patterns, getattr(view.model, "hf_to_vllm_mapper", None))
+    recording = msgspec.structs.replace(recorded, routes=kept.routes)
+    routes = kept.routes
     live = live_tensors(view.model)
     found, unknown = _look_at_parameters(view, routes, live)
     reload = closure(routes, unknown, {**unaligned(recording, found, manifest), **(refused or {})})
@@ -119,10 +130,16 @@ def build_targets(
         held=held,
         slots=_slots(view.model, params, held),
         reload=reload,
+        reloaded=routes.wanted(reload),
         dropped=routes.dropped,
         quantise=sorted(_quantisable(routes, found, manifest)),
-        extra_bytes=sum(b.nbytes for b in placements.buffers if b.layout.startswith(CHECKPOINT)),
-        problems=_problems(recording, reload, found, manifest),
+        problems=[
+            *_problems(recording, reload, found, manifest),
+            *(kept.problems if view.vllm_config.parallel_config.pipeline_parallel_size == 1 else ()),
+            *overwritten(kept.names, recorded.routes, reload),
+        ],
+        kept=kept.names,
+        module_of=module_of(routes),
     )
 
 

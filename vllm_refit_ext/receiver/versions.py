@@ -39,7 +39,15 @@ _GENERATIONS = {
     "0.24": (("config", "parallel_config", "model"), ("is_checkpoint_format",)),
     "0.32": (("config", "vllm_config", "device", "model"), ()),
 }
-_RELOAD = ("LAYERWISE_INFO", "initialize_layerwise_reload", "finalize_layerwise_reload", "_place_kernel_tensors")
+_RELOAD = (
+    "LAYERWISE_INFO",
+    "initialize_layerwise_reload",
+    "finalize_layerwise_reload",
+    "_place_kernel_tensors",
+    "_layerwise_process",
+    "get_numel_loaded",
+    "materialize_layer",
+)
 
 
 def parameters(function: object) -> tuple[str, ...]:

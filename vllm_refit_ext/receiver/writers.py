@@ -91,8 +91,9 @@ class ReloadWriter:
         return bool(dequantised_to(buffer.layout)) and buffer.dtype != CODES
 
     def _tensors(self, reader: Memory) -> Iterator[tuple[str, torch.Tensor]]:
-        order = np.argsort(self.plan.tensor, kind="stable")
-        edges = np.flatnonzero(np.diff(self.plan.tensor[order], prepend=-1, append=-1))
+        # Targets lie module by module, so that the reload holds one at a time.
+        order = np.argsort(self.plan.target, kind="stable")
+        edges = np.flatnonzero(np.diff(self.plan.target[order], prepend=-1, append=-1))
         for a, b in zip(edges, edges[1:], strict=False):
             moves = order[a:b].tolist()
             target = int(self.plan.target[moves[0]])

@@ -21,8 +21,9 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end, and each call of an
     engine in `prepare` and `verify`. resident: the trainer's memory is never freed between refits, so engines may keep it mapped.
     prequantize: quantise in the trainer what engines hold as MXFP8, and the checkpoint names in `quantise` beside. sample: moves
-    that every engine rank recomputes by the reference before each commit. bucket_bytes: most payload of a message on the wires
-    that stage, `ipc_staged` and `collective`.
+    that every engine rank recomputes by the reference before each commit. keep: what every engine keeps as it is and need not be
+    offered (a frozen vision tower), by name or glob of engine parameters or checkpoint tensors. bucket_bytes: most payload of a
+    message on the wires that stage, `ipc_staged` and `collective`.
 
     Raises ConfigError with every field that can't work.
     """
@@ -35,6 +36,7 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prequantize: bool = False
     quantise: tuple[str, ...] = ()
     sample: int = 0
+    keep: tuple[str, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:

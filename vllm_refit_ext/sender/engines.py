@@ -24,10 +24,11 @@ T = TypeVar("T")
 
 
 class Engines:
-    """Clients of all engines. What fails names its engine: by URL, or by number where a client has no name."""
+    """Clients of all engines. What fails names its engine: by URL, or by number where a client has no name. keep: what they keep
+    as it is."""
 
-    def __init__(self, clients: Sequence[EngineClient], deadline_s: float) -> None:
-        self.clients, self.deadline_s = list(clients), deadline_s
+    def __init__(self, clients: Sequence[EngineClient], deadline_s: float, keep: Sequence[str] = ()) -> None:
+        self.clients, self.deadline_s, self.keep = list(clients), deadline_s, keep
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -44,7 +45,8 @@ class Engines:
         firsts = [sum(sizes[:i]) for i in range(len(sizes))]
 
         def offer(index: int, engine: EngineClient) -> EngineRanks:
-            replies = engine.prepare(pack_offer(Offer(manifest, sources, firsts[index], sites)), fp8_config, self.deadline_s)
+            offered = pack_offer(Offer(manifest, sources, firsts[index], sites))
+            replies = engine.prepare(offered, fp8_config, self.deadline_s, self.keep)
             raise_problems(replies)
             return _one_replica(firsts[index], replies)
 
@@ -56,7 +58,8 @@ class Engines:
         """The joint plan from what the engines answered, which each engine rank must hold its share of. Raises PlanError."""
         tables = [unpack_placements(r.targets) for e in ranks for r in e.replies if r.targets is not None]
         read = {t.names[i] for t in tables for i in np.unique(t.tensor)}
-        problems = check_consumed(manifest, read, unused)
+        kept = {n for e in ranks for r in e.replies for n in r.kept if n in manifest.tensors}
+        problems = check_consumed(manifest, read, [*unused, *kept])
         if problems:
             raise PlanError.of(problems, f"{len(problems)} offered tensor(s) go nowhere")
         at = Sites(sites, [r.site for e in ranks for r in e.replies])

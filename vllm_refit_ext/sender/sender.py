@@ -80,7 +80,7 @@ class RefitSender:
         self.config = config or SenderConfig()
         self._source = source
         engines = [engine] if isinstance(engine, EngineClient) else list(engine or [])
-        self._engines = Engines(engines, self.config.deadline_s)
+        self._engines = Engines(engines, self.config.deadline_s, self.config.keep)
         self.ranks = Ranks(self.config.deadline_s + 2 * LATE_S)
         self.prepared: Prepared | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ class Routes(msgspec.Struct, frozen=True):
     exempt: parameter or persistent buffer -> why it may stay unwritten.
     reinterpreted: HF name -> (its dtype, the parameter's) where bytes move between two dtypes of one size.
     aliases: other name of a shared parameter -> the name used here.
+    filled: parameter -> (how many of its elements checkpoint tensors fill, the names of these tensors).
     seconds: time that recording took.
     """
 
@@ -41,7 +42,14 @@ class Routes(msgspec.Struct, frozen=True):
     exempt: dict[str, str]
     reinterpreted: dict[str, tuple[str, str]]
     aliases: dict[str, str]
+    filled: dict[str, tuple[int, frozenset[str]]]
     seconds: float
+
+    def wanted(self, names: Collection[str]) -> dict[str, int]:
+        """Elements of each parameter that loading `names` alone must write: all that tensors fill, or one where it is filled by
+        others too."""
+        chosen = frozenset(names)
+        return {p: count if who <= chosen else 1 for p, (count, who) in self.filled.items() if who & chosen}
 
     def __str__(self) -> str:
         return reasons.describe(self)
@@ -73,6 +81,7 @@ class _Sorter:
         self.unwritten: dict[str, str] = {}
         self.exempt: dict[str, str] = {}
         self.reinterpreted: dict[int, tuple[str, str]] = {}
+        self.filled: dict[str, tuple[int, frozenset[str]]] = {}
         self._boxes: dict[Any, list[Box]] = {}
         self._arrays: dict[Any, tuple[coverage.Int, coverage.Int]] = {}
         self._tiles: dict[Any, list[tuple[int, int]]] = {}
@@ -144,6 +153,12 @@ class _Sorter:
             self._conflict(name, regions, first, second)
         if pairs or int(coverage.volumes(lo, hi).sum()) != total:
             self._report(name, twin, shape, lo, hi)
+        sourced = [r for r in regions if r.live and r.sources]
+        if sourced:
+            lo, hi = np.concatenate([r.lo for r in sourced]), np.concatenate([r.hi for r in sourced])
+            count = total - coverage.missing(shape, lo, hi)[0] if pairs else int(coverage.volumes(lo, hi).sum())
+            who = frozenset[int]().union(*(r.sources for r in sourced))
+            self.filled[name] = min(count, total), frozenset(self.names[i] for i in who)
 
     def _conflict(self, name: str, regions: Sequence[_Region], first: int, second: int) -> None:
         """Two events wrote some of the same elements: the later one stands, if that is what the loader means."""
@@ -224,6 +239,7 @@ def build(
         sorter.exempt,
         {names[i]: pair for i, pair in sorter.reinterpreted.items() if i in placed},
         created.aliases,
+        sorter.filled,
         time.perf_counter() - began,
     )
 

@@ -1,0 +1,74 @@
+"""Tiny engines of many architectures, refitted for real and compared with fresh ones: answers and every tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.engine.routes_support import Entries, config, entries_of
+from tests.support.engines import Answer, open_llm
+from vllm_refit_ext.receiver import inventory
+
+PROMPTS = ([5, 9, 3, 7, 11], [1, 2], [200, 30, 77, 41, 8, 8, 100])
+DTYPES = {"deepseek-v2": "bfloat16", "deepseek-v3": "bfloat16"}
+"""Engines that a CPU with AMX runs in bfloat16 only; the others run in float32."""
+SPREAD = 0.08
+"""Standard deviation of weights: far enough from zero that other weights give other tokens."""
+
+
+def checkpoint(name: str, folder: Path, seed: int) -> Path:
+    """A checkpoint of random weights of architecture `name` in `folder`."""
+    hf_config = config(name)
+    hf_config.torch_dtype = "float32"
+    hf_config.save_pretrained(folder)
+    save_file(weights(entries_of(name), seed), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def weights(entries: Entries, seed: int) -> dict[str, torch.Tensor]:
+    """Random float32 weights; what scales or decays is near one, so that values neither vanish nor blow up."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, (shape, _) in entries.items():
+        near_one = name.endswith(("norm.weight", "layernorm.weight", "A_log", ".D")) or "norm" in name
+        made[name] = torch.randn(shape, generator=generator) * SPREAD + (1.0 if near_one else 0.0)
+    return made
+
+
+def open_engine(folder: Path, extension: str, name: str = "") -> Any:
+    """An engine of this process for architecture `name`, without a tokenizer."""
+    settings = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 2, "dtype": DTYPES.get(name, "float32")}
+    return open_llm(folder, extension=extension, in_process=True, **settings)
+
+
+def model_of(llm: Any) -> torch.nn.Module:
+    model: torch.nn.Module = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    return model
+
+
+def ask(llm: Any) -> list[Answer]:
+    """Greedy answers to prompts of token ids, one at a time."""
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False)
+    found = []
+    for prompt in PROMPTS:
+        output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
+        first = output.outputs[0]
+        told = tuple(t[i].logprob for i, t in zip(prompt[1:], output.prompt_logprobs[1:], strict=True))
+        tokens = tuple(first.token_ids)
+        found.append(Answer(tokens, tuple(t[i].logprob for i, t in zip(tokens, first.logprobs, strict=True)), told))
+    return found
+
+
+def contents(llm: Any) -> dict[str, bytes]:
+    """Every tensor that the engine's model holds, by the names of `inventory`, but for addresses of oneDNN's packed weights."""
+    return {
+        name: tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        for name, tensor in inventory.tensors(model_of(llm)).items()
+        if tensor.numel() and not name.endswith("handler_tensor")
+    }
