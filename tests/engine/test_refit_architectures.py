@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.routes_support import CONFIGS
-from tests.support.architectures import ask, checkpoint, contents, open_engine
+from tests.support.architectures import ALL, ask, checkpoint, contents, open_engine
 from tests.support.whole import WholeTrainer
 from vllm_refit_ext.client import LLMClient
 
@@ -36,7 +35,7 @@ def _count(request: pytest.FixtureRequest) -> Iterator[None]:
 
 CASES = [
     pytest.param(name, layout, id=f"{name}-{layout}", marks=[] if (name, layout) in SHORT else pytest.mark.long)
-    for name in CONFIGS
+    for name in ALL
     if name not in NOT_ON_A_CPU
     for layout in EXTENSIONS
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from tests.engine.routes_support import Entries, config, entries_of
+from tests.engine.routes_support import CONFIGS, Entries, checkpoint_entries
 from tests.support.engines import Answer, open_llm
+from tests.support.more_architectures import MORE
 from vllm_refit_ext.receiver import inventory
 
 PROMPTS = ([5, 9, 3, 7, 11], [1, 2], [200, 30, 77, 41, 8, 8, 100])
@@ -17,6 +19,23 @@ DTYPES = {"deepseek-v2": "bfloat16", "deepseek-v3": "bfloat16"}
 """Engines that a CPU with AMX runs in bfloat16 only; the others run in float32."""
 SPREAD = 0.08
 """Standard deviation of weights: far enough from zero that other weights give other tokens."""
+
+
+ALL = CONFIGS | MORE
+
+
+def config(name: str) -> Any:
+    """A tiny transformers config of one architecture of `ALL`, with vLLM's name for it."""
+    architecture, make = ALL[name]
+    made = make()
+    made.architectures = [architecture]
+    return made
+
+
+@functools.cache
+def entries_of(name: str) -> Entries:
+    """The checkpoint's tensors, made once: vLLM patches some transformers classes when it builds a model."""
+    return checkpoint_entries(config(name))
 
 
 def checkpoint(name: str, folder: Path, seed: int) -> Path:
