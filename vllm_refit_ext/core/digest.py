@@ -61,13 +61,6 @@ def digest(array: NDArray[np.generic], *, shape: Sequence[int], start: Sequence[
     return total % (1 << 64)
 
 
-def mix(bits: Words, index: NDArray[np.uint64]) -> Words:
-    """The hash of 32-bit words `bits` at flat indices `index`, same shape."""
-    h = bits + _index_term(index)
-    _finish(h, np.empty_like(h))
-    return h
-
-
 def _index_term(index: NDArray[np.uint64]) -> Words:
     low = index.astype(np.uint32)
     term: Words = low * np.uint32(INDEX_LOW) + (index >> np.uint64(32)).astype(np.uint32) * np.uint32(INDEX_HIGH)

@@ -32,7 +32,6 @@ BLOCK = 32
 RULES: tuple[Rule, ...] = get_args(Rule)
 CODE_NAN = 0x7F
 """The E4M3 code of NaN. A block that holds a NaN or an Inf becomes 32 of these: it is never saturated silently."""
-E4M3_MAX = 448.0
 
 _ABS = np.uint32(0x7FFFFFFF)
 _INF = np.uint32(0x7F800000)

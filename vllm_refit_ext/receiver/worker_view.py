@@ -44,11 +44,6 @@ class WorkerView:
         """
         return self.executor == "external_launcher" or self.rank == self.world_size - 1
 
-    @property
-    def engine_name(self) -> str:
-        """A name that all ranks of this engine replica share, and no other engine has."""
-        return f"{self.vllm_config.instance_id}/{self.replica}"
-
     @classmethod
     def of_worker(cls, worker: Any) -> WorkerView:
         """The view of a live vLLM worker, made once and kept on it (`worker._refit_view`)."""
