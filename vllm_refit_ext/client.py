@@ -180,7 +180,7 @@ class LLMClient(EngineClient):
 
 
 class AsyncLLMClient(EngineClient):
-    """An `AsyncLLM` whose event loop runs in another thread. With data parallelism vLLM answers for the first engine only."""
+    """An `AsyncLLM` whose event loop runs in another thread."""
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._llm, self._loop = llm, loop

@@ -42,10 +42,17 @@ def _guard_front(module: Any) -> None:
     front.wrap(module)
 
 
+def _reach_replicas(module: Any) -> None:
+    from vllm_refit_ext.receiver import front
+
+    front.wrap_client(module)
+
+
 HOOKS: dict[str, Callable[[Any], None]] = {
     "vllm.distributed.weight_transfer.factory": _register_backend,
     "vllm.v1.engine.core": _guard_engine,
     "vllm.v1.engine.output_processor": _guard_front,
+    "vllm.v1.engine.core_client": _reach_replicas,
 }
 
 

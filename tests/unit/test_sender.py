@@ -18,6 +18,7 @@ from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.plan_wire import pack_plan, unpack_plan
 from vllm_refit_ext.sender import RefitSender, SenderConfig
 from vllm_refit_ext.sender.prequantize import Prequantised
+from vllm_refit_ext.sender.residency import ResidencyConfig
 
 
 @pytest.fixture
@@ -228,6 +229,7 @@ BAD = {
     "bucket_bytes": [0, 1023, -1, 2.5, True],
     "sample": [-1, 1.5, True],
     "unused": ["name", [1], None],
+    "keep": ["name", [1], None],
     "quantise": ["name", ("name",)],
     "resident": ["yes", 1],
     "prequantize": ["no", 0],
@@ -246,6 +248,9 @@ def test_every_field_of_the_configuration_is_checked():
         SenderConfig(wire="x", deadline_s=float("nan"), sample=-1)
     assert len(caught.value.problems) == 3
     assert SenderConfig(unused=["a"]).unused == ("a",)
+    for field in msgspec.structs.fields(ResidencyConfig):
+        with pytest.raises(ConfigError, match=f"ResidencyConfig.{field.name}"):
+            ResidencyConfig(**{field.name: "no"})
 
 
 @pytest.mark.parametrize("names", [[], ["w"]])

@@ -1,13 +1,17 @@
-"""The front's side of a torn engine: the reason reaches whoever asked for tokens, as an exception.
+"""The front's side: the reason of a torn engine reaches whoever asked for tokens, and every replica's replies whoever refits.
 
 The engine process ends a request with finish reason "error" and the reason as text (`core_hook`). vLLM's fronts would turn
 that into an empty answer (the offline `LLM`) or a bare "Internal server error" (the server). The plugin wraps
 `OutputProcessor.process_outputs`, which every front runs: `LLM.generate` and `AsyncLLM.generate` raise, and the OpenAI routes
 answer 503 (400 in vLLM 0.24, which has no class for it) with the reason.
+
+A front with data parallel replicas calls all of them, and returns what the first one answered. For the calls of a refit the
+plugin has it return the replies of all, replica by replica.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from http import HTTPStatus
 from typing import Any
@@ -93,3 +97,31 @@ def wrap(module: Any) -> None:
 
     processor_class.process_outputs = process_outputs
     processor_class._refit_wrapped = True
+
+
+def wrap_client(module: Any) -> None:
+    """Wrap `DPLBAsyncMPClient` of vLLM's `v1.engine.core_client`. Idempotent. Raises `ConfigError` if it is not the class that we
+    know.
+    """
+    client_class = module.DPLBAsyncMPClient
+    if hasattr(client_class, "_refit_wrapped"):
+        return
+    missing = [name for name in ("call_utility_async", "_call_utility_async") if not callable(getattr(client_class, name, None))]
+    if missing:
+        raise ConfigError(
+            "vLLM's front lacks methods that reach data parallel replicas",
+            where="DPLBAsyncMPClient",
+            got="no " + ", ".join(missing),
+        )
+    native = client_class.call_utility_async
+
+    @functools.wraps(native)
+    async def call_utility_async(self: Any, method: str, *args: Any) -> Any:
+        called = args[0] if method == "collective_rpc" and args else ""
+        if not (isinstance(called, str) and (called.startswith("refit_") or called == "prepare_refit_info")):
+            return await native(self, method, *args)
+        calls = [self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines]
+        return [reply for replies in await asyncio.gather(*calls) for reply in replies]
+
+    client_class.call_utility_async = call_utility_async
+    client_class._refit_wrapped = True

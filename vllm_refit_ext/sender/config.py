@@ -16,7 +16,30 @@ LONGEST_S = 7 * 24 * 3600.0
 """The longest deadline. More is taken for a mistake."""
 
 
-class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings that are checked when they are made. Raises ConfigError with every field that can't work."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        for field in msgspec.structs.fields(self):
+            value, where = getattr(self, field.name), f"{type(self).__name__}.{field.name}"
+            try:
+                read = msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                problems.append(Problem(f"not a value that it takes: {error}", where, repr(value)[:80]))
+                continue
+            if read != value:  # a list of names
+                msgspec.structs.force_setattr(self, field.name, read)
+            problems += [Problem(what, where, str(value), wanted) for what, wanted in self.wrong(field.name)]
+        if problems:
+            raise ConfigError.of(problems)
+
+    def wrong(self, name: str) -> list[tuple[str, str]]:
+        """What is wrong with a field that has the right type, and what is wanted instead."""
+        return []
+
+
+class SenderConfig(Settings, frozen=True):
     """wire: how bytes travel. unused: checkpoint names that no engine rank needs to read. caches: what a commit does with caches
     of older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end, and each call of an
     engine in `prepare` and `verify`. resident: the trainer's memory is never freed between refits, so engines may keep it mapped.
@@ -24,8 +47,6 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     that every engine rank recomputes by the reference before each commit. keep: what every engine keeps as it is and need not be
     offered (a frozen vision tower), by name or glob of engine parameters or checkpoint tensors. bucket_bytes: most payload of a
     message on the wires that stage, `ipc_staged` and `collective`.
-
-    Raises ConfigError with every field that can't work.
     """
 
     wire: WireName = "shm"
@@ -39,30 +60,13 @@ class SenderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: tuple[str, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
 
-    def __post_init__(self) -> None:
-        problems = []
-        for field in msgspec.structs.fields(self):
-            value, where = getattr(self, field.name), f"SenderConfig.{field.name}"
-            try:
-                read = msgspec.convert(value, field.type)
-            except msgspec.ValidationError as error:
-                problems.append(Problem(f"not a value that it takes: {error}", where, repr(value)[:80]))
-                continue
-            if read != value:  # a list of names
-                msgspec.structs.force_setattr(self, field.name, read)
-            problems += [Problem(what, where, str(value), wanted) for what, wanted in _wrong(self, field.name)]
-        if problems:
-            raise ConfigError.of(problems)
-
-
-def _wrong(config: SenderConfig, name: str) -> list[tuple[str, str]]:
-    """What is wrong with a value of the right type, and what is wanted instead."""
-    if name == "deadline_s" and not (math.isfinite(config.deadline_s) and 0 < config.deadline_s <= LONGEST_S):
-        return [("the deadline must be a positive number of seconds", f"more than 0, at most {LONGEST_S:.0f}")]
-    if name == "bucket_bytes" and config.bucket_bytes < SMALLEST_BUCKET:
-        return [("a bucket is too small", f"at least {SMALLEST_BUCKET}")]
-    if name == "sample" and config.sample < 0:
-        return [("a number of moves can't be negative", "0 or more")]
-    if name == "quantise" and config.quantise and not config.prequantize:
-        return [("nothing is quantised in the trainer", "prequantize=True, or no names")]
-    return []
+    def wrong(self, name: str) -> list[tuple[str, str]]:
+        if name == "deadline_s" and not (math.isfinite(self.deadline_s) and 0 < self.deadline_s <= LONGEST_S):
+            return [("the deadline must be a positive number of seconds", f"more than 0, at most {LONGEST_S:.0f}")]
+        if name == "bucket_bytes" and self.bucket_bytes < SMALLEST_BUCKET:
+            return [("a bucket is too small", f"at least {SMALLEST_BUCKET}")]
+        if name == "sample" and self.sample < 0:
+            return [("a number of moves can't be negative", "0 or more")]
+        if name == "quantise" and self.quantise and not self.prequantize:
+            return [("nothing is quantised in the trainer", "prequantize=True, or no names")]
+        return []

@@ -22,13 +22,14 @@ import msgspec
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, SessionError
+from vllm_refit_ext.sender.config import Settings
 
 Part = Literal["gradients", "optimizer", "parameters"]
 Moment = Literal["before", "after", "after slim"]
 PARTS: tuple[Part, ...] = ("gradients", "optimizer", "parameters")
 
 
-class ResidencyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ResidencyConfig(Settings, frozen=True):
     """gradients, optimizer, parameters: whether each may leave. optimizer_on_cpu: the optimizer's state is on the host
     already, so nothing of it moves. slim: after a refit only what is left to do is done, without a second pass over what left
     before it.

@@ -93,11 +93,11 @@ class RefitSender:
         Raises ConfigError (a shard that can't be described), PlanError or ManifestError (names, shapes, coverage, ranks that
         disagree), WireError (no room), all with every problem found.
         """
-        self.close()
         self.ranks.call("prepare")
         made: list[Offered] = []
 
         def describe() -> bytes:
+            self.close()
             made.append(Offered(make_source(self._source), self.ranks.rank))
             return made[0].describe()
 
