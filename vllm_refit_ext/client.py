@@ -273,9 +273,8 @@ def raise_problems(replies: Sequence[PrepareReply] | Sequence[VerifyReply], kind
         raise kind.of(told, f"the engine can't take part: {len(told)} problem(s)")
 
 
-def bounded(work: Callable[[], T], timeout_s: float, where: str) -> T:
-    """What `work` returns or raises, in a thread of its own: DeadlineError once `timeout_s` seconds have passed, and then the
-    thread is left behind."""
+def start(work: Callable[[], T], where: str) -> concurrent.futures.Future[T]:
+    """Run `work` in a thread that ends with the process if nobody waits for it."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     torch = sys.modules.get("torch")
     # An engine in this process works on the caller's GPU; a new thread would begin on the first.
@@ -289,10 +288,15 @@ def bounded(work: Callable[[], T], timeout_s: float, where: str) -> T:
         except BaseException as error:  # noqa: BLE001 - it is raised by whoever waits
             outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name=f"refit {where}", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome.done():
+    threading.Thread(target=run, name=f"refit {where}", daemon=True).start()
+    return outcome
+
+
+def bounded(work: Callable[[], T], timeout_s: float, where: str) -> T:
+    """What `work` returns or raises, in a thread of its own: DeadlineError once `timeout_s` seconds have passed, and then the
+    thread is left behind."""
+    outcome = start(work, where)
+    if not concurrent.futures.wait([outcome], timeout_s).done:
         raise DeadlineError("the engine did not answer", where=where, wanted=f"within {timeout_s:g} s", do=LATE_DO)
     return outcome.result()
 

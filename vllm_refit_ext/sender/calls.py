@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import time
+import concurrent.futures
+import functools
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
 
-from vllm_refit_ext.client import EngineClient
+from vllm_refit_ext.client import EngineClient, start
 from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError
 from vllm_refit_ext.sender.ranks import as_refit_error
 
@@ -33,21 +33,15 @@ class Calls(Generic[T]):
         """Start `work(index, engine)` for every engine. failed: called at once, in the failing call's thread, with its error."""
         self._names = [engine_name(i, engine) for i, engine in enumerate(engines)]
         self._work, self._failed = work, failed
-        self._outcomes: list[T | RefitError | None] = [None] * len(engines)
-        self._threads = [
-            threading.Thread(target=self._run, args=(i, engine), name=f"refit-engine-{i}", daemon=True)
-            for i, engine in enumerate(engines)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._outcomes = [start(functools.partial(self._run, i, engine), self._names[i]) for i, engine in enumerate(engines)]
 
-    def _run(self, index: int, engine: EngineClient) -> None:
+    def _run(self, index: int, engine: EngineClient) -> T:
         try:
-            self._outcomes[index] = self._work(index, engine)
-        except Exception as error:  # noqa: BLE001 - the thread that waits must learn of it
+            return self._work(index, engine)
+        except Exception as error:  # whatever it is, it is told with the engine's name
             located = _located(as_refit_error(error), self._names[index])
-            self._outcomes[index] = located
             self._failed(located)
+            raise located from error
 
     def results(self, timeout_s: float, done: str, first: RefitError | None = None) -> list[T]:
         """What all calls returned, in the order of the engines.
@@ -56,24 +50,22 @@ class Calls(Generic[T]):
         other engines did not fail, it names them and says what they have `done`. A call that has not returned after `timeout_s`
         seconds counts as DeadlineError.
         """
-        end = time.monotonic() + timeout_s
+        concurrent.futures.wait(self._outcomes, timeout_s)
         errors, results, well = [first] if first is not None else [], [], []
-        for thread, name, index in zip(self._threads, self._names, range(len(self._threads)), strict=True):
-            thread.join(max(0.0, end - time.monotonic()))
-            outcome = self._outcomes[index]
-            if isinstance(outcome, RefitError):
-                errors.append(outcome)
-            elif thread.is_alive():
+        for name, outcome in zip(self._names, self._outcomes, strict=True):
+            if not outcome.done():
                 errors.append(DeadlineError("it did not answer", where=name, wanted=f"within {timeout_s:g} s"))
+            elif (error := outcome.exception()) is not None:
+                errors.append(as_refit_error(error))
             else:
-                results.append(outcome)
+                results.append(outcome.result())
                 well.append(name)
         if errors:
             problems: dict[Problem, None] = {p: None for error in errors for p in error.problems}
             if well:
                 problems[Problem(f"{done}, unlike the engine(s) that failed", ", ".join(well))] = None
             raise type(errors[0]).of(list(problems))
-        return results  # type: ignore[return-value]  # a call that returned has an outcome, which may itself be None
+        return results
 
 
 def call_all(engines: Sequence[EngineClient], work: Callable[[int, EngineClient], T], timeout_s: float, done: str) -> list[T]:
