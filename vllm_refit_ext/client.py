@@ -19,11 +19,12 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from vllm_refit_ext.core.coverage import unread_parts
 from vllm_refit_ext.core.errors import (
     ConfigError,
     DeadlineError,
@@ -34,6 +35,7 @@ from vllm_refit_ext.core.errors import (
     VerifyError,
     WireError,
 )
+from vllm_refit_ext.core.manifest import parse_manifest
 from vllm_refit_ext.core.messages import (
     DEADLINE_S,
     PrepareReply,
@@ -44,6 +46,8 @@ from vllm_refit_ext.core.messages import (
     from_rpc,
     to_rpc,
 )
+from vllm_refit_ext.core.placement import concatenate
+from vllm_refit_ext.core.table import unpack_placements
 
 LATE_S = 30.0
 """A call is given this much longer than its own deadline, so that the engine's error arrives rather than a bare time-out."""
@@ -79,18 +83,27 @@ class EngineClient(ABC):
         fp8_config: dict[str, Any] | None = None,
         deadline_s: float = DEADLINE_S,
         keep: Sequence[str] = (),
+        unused: Collection[str] = (),
     ) -> list[PrepareReply]:
         """`prepare_refit_info` on all ranks. Problems stay in the replies. keep: what the engine keeps as it is, by name or glob
-        of its parameters or of checkpoint tensors."""
+        of its parameters or of checkpoint tensors.
+
+        Tensors of which the ranks together read a part only are a problem too, but for the names in `unused` and what is kept.
+        """
         call = (state_dict_info, fp8_config, list(keep)) if keep else (state_dict_info, fp8_config)
         replies = self._ask(PrepareReply, "prepare_refit_info", call, deadline_s)
+        if any(reply.problems for reply in replies):
+            return replies
+        kept = {name for reply in replies for name in reply.kept}
+        tables = [unpack_placements(r.targets) for r in replies if r.targets is not None]
+        whole = len(tables) == len(replies)
+        problems = unread_parts(parse_manifest(state_dict_info), concatenate(tables), {*unused, *kept}) if whole else []
         # Pipeline stages can't say by themselves that a pattern matches nothing.
         found = {pattern for reply in replies for patterns in reply.kept.values() for pattern in patterns}
-        if any(reply.problems for reply in replies) or found >= set(keep):
-            return replies
-        where = ", ".join(map(repr, sorted(set(keep) - found)))
-        problem = Problem("it matches no engine parameter and no offered tensor on any rank", f"keep {where}")
-        return [msgspec.structs.replace(replies[0], problems=[problem]), *replies[1:]]
+        if missed := sorted(set(keep) - found):
+            where = f"keep {', '.join(map(repr, missed))}"
+            problems.append(Problem("it matches no engine parameter and no offered tensor on any rank", where))
+        return [msgspec.structs.replace(reply, problems=problems) for reply in replies]
 
     def update(self, info: UpdateInfo) -> list[UpdateReport]:
         """`update_weights` on all ranks, then their reports, within `info.deadline_s` + LATE_S.

@@ -13,7 +13,7 @@ from tests.support.geometry import sources_and_targets
 from vllm_refit_ext.core.errors import PlanError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
-from vllm_refit_ext.core.plan import build_plan, check_consumed
+from vllm_refit_ext.core.plan import build_plan
 
 
 def execute(plan, source_memory, target_memory):
@@ -120,11 +120,6 @@ def test_problems_are_reported_together():
 def test_box_outside_the_shape_is_refused():
     with pytest.raises(PlanError, match="outside the shape"):
         build_plan(manifest(w=((4, 5), "float32")), one(), one())
-
-
-def test_unread_tensors_are_found():
-    found = check_consumed(manifest(a=((1,), "float32"), b=((1,), "float32"), c=((1,), "float32")), read=["a"], unused=["c"])
-    assert [p.where for p in found] == ["tensor 'b'"]
 
 
 def test_casts_are_listed_and_others_refused():

@@ -26,6 +26,11 @@ CASTS = frozenset((a, b) for a in ("bfloat16", "float16", "float32") for b in ("
 uint8 and float8_e8m0fnu would convert numbers where bytes were meant."""
 
 
+def cast_text(source: str, target: str) -> str:
+    """How a move converts between dtypes of `CASTS`. Every bfloat16 and every float16 is a float32 too."""
+    return f"{source} to {target}, {'exact' if target == 'float32' else 'rounded'}"
+
+
 def dtype_name(dtype: object) -> str:
     """The name of `dtype`, given as a name, a `torch.` name or a torch dtype.
 

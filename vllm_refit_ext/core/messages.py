@@ -6,18 +6,27 @@ serves vLLM's in-process, multiprocess and HTTP paths. Unknown fields are errors
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+import contextlib
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from vllm_refit_ext.core.errors import ConfigError, Problem
-from vllm_refit_ext.core.table import Column, PackedPlacements
-
-PROTOCOL = 1
-"""Raised when a message changes so that an older peer would misread it. Peers with different numbers refuse each other."""
+from vllm_refit_ext.core.protocol import PROTOCOL, Numbered, check_protocol, checksum
+from vllm_refit_ext.core.table import MAX_BYTES, MAX_RANKS, Column, PackedPlacements
 
 DEADLINE_S = 300.0
 """Seconds that a refit may take, unless the caller says otherwise."""
+
+Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, Meta(gt=0, le=1e6)]
+"""Numbers that a peer may send. What lies outside is a problem of the message, and no overflow somewhere behind it."""
 
 WireName = Literal["shm", "ipc", "ipc_staged", "collective"]
 """How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `ipc_staged`: rings of buffers on each host,
@@ -34,18 +43,25 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of all messages."""
 
 
-class PrepareReply(Message, frozen=True, kw_only=True):
+class Envelope(Message, frozen=True, kw_only=True):
+    """Base of the messages that cross by themselves. protocol: see `core.protocol`; a peer of another number refuses."""
+
+    protocol: int = PROTOCOL
+
+
+class PrepareReply(Envelope, frozen=True, kw_only=True):
     """What one engine rank answers to `prepare_refit_info`.
 
-    rank: this worker's rank in its engine. targets: the boxes it needs, in checkpoint coordinates. digest: of its share of the
-    plan, empty while there are problems or where the sources were not given. reads: names it reads. dropped: names its loaders
-    skip on this rank, with the reason. reload: names that take the engine's own reload, with the reason. quantise: names that it
-    wants as MXFP8. kept: engine parameters and offered tensors that stay as they are, with the patterns that say so. extra_bytes:
-    peak memory a refit needs beyond the model. site: of this worker, see `core.sites`. seconds: by phase.
+    rank: this worker's rank in its engine. engine: what serves, and its version. problems: what keeps this rank from taking part.
+    targets: the boxes it needs, in checkpoint coordinates. digest: of its share of the plan, empty while there are problems.
+    dropped: names its loaders skip on this rank, with the reason. reload: names that take the engine's own reload, with the
+    reason. casts: names whose elements are converted on the way, and how. quantise: names that it wants as MXFP8. layouts:
+    buffers by layout. kept: engine parameters and offered tensors that stay as they are, with the patterns that say so.
+    extra_bytes: peak memory a refit needs beyond the model. wire_bytes: what a refit brings to this rank. site: of this worker,
+    see `core.sites`. seconds: by phase.
     """
 
     rank: int
-    protocol: int = PROTOCOL
     engine: str = ""
     problems: list[Problem] = []
     targets: PackedPlacements | None = None
@@ -53,6 +69,7 @@ class PrepareReply(Message, frozen=True, kw_only=True):
     dropped: dict[str, str] = {}
     reload: dict[str, str] = {}
     kept: dict[str, list[str]] = {}
+    casts: dict[str, str] = {}
     quantise: list[str] = []
     layouts: dict[str, int] = {}
     extra_bytes: int = 0
@@ -70,10 +87,10 @@ class Segment(Message, frozen=True, kw_only=True):
     """A shared-memory file that one trainer rank filled. nonce: stands in its header and changes with every refit. site: of the
     trainer rank, for errors."""
 
-    rank: int
+    rank: Rank
     name: str
-    nbytes: int
-    nonce: int
+    nbytes: Bytes
+    nonce: Nonce
     site: str = ""
 
 
@@ -90,11 +107,11 @@ class CollectiveInfo(Message, frozen=True, kw_only=True):
     """
 
     host: str
-    port: int
+    port: Port
     backend: Literal["gloo", "nccl"]
-    trainers: int
-    engines: int
-    bucket_bytes: int
+    trainers: Rank
+    engines: Rank
+    bucket_bytes: Bytes
     forwarding: str = ""
 
 
@@ -104,11 +121,11 @@ class IpcRank(Message, frozen=True, kw_only=True):
     mappings may stay open. site: of the trainer rank, for errors. All empty for a rank that nothing is read from.
     """
 
-    rank: int
+    rank: Rank
     process: str = ""
     device: str = ""
     epoch: str = ""
-    nonce: int = 0
+    nonce: Nonce = 0
     export: bytes | None = None
     resident: bool = False
     site: str = ""
@@ -125,15 +142,15 @@ class RingInfo(Message, frozen=True, kw_only=True):
     rank. start: where the buffers begin in that file when they are not on a GPU. handle, device, address, process: the memory on
     a GPU. nonce: the word that stands in the ring during this refit. site: of the trainer rank, for errors."""
 
-    rank: int
+    rank: Rank
     name: str
-    slots: list[int]
-    start: int
+    slots: list[Bytes]
+    start: Bytes
     handle: bytes = b""
     device: str = ""
-    address: int = 0
+    address: Address = 0
     process: str = ""
-    nonce: int = 0
+    nonce: Nonce = 0
     site: str = ""
 
 
@@ -146,29 +163,31 @@ class IpcStagedInfo(Message, frozen=True, kw_only=True):
     """
 
     rings: list[RingInfo]
-    bucket_bytes: int
-    engines: int
+    bucket_bytes: Bytes
+    engines: Rank
     lanes: Column | None = None
     host: str = ""
-    port: int = 0
+    port: Port = 0
 
 
-class UpdateInfo(Message, frozen=True, kw_only=True):
+class UpdateInfo(Envelope, frozen=True, kw_only=True):
     """What `update_weights` is told.
 
     version: opaque name of the new weights, set at commit. session: a name for this attempt, the same on all ranks. digests: by
-    engine rank as text, the digest of its share of the plan; empty: the caller did not plan, and nothing is compared. deadline_s:
-    seconds from the start of the call within which every wait must end. sample: moves that each rank recomputes by the reference
-    and compares before the commit, drawn anew for each session.
+    engine rank as text, the digest of its share of the plan as the caller planned it; empty skips the check, for a caller that
+    did not plan. deadline_s: seconds from the start of the call within which every wait must end. caches: see `CachePolicy`.
+    sample: moves that each rank recomputes by the reference and compares before the commit, drawn anew for each session.
+    checksum: of all other fields, made by `to_rpc`; empty in a message that was written by hand.
     """
 
     wire: WireName
     version: str
     session: str
     digests: dict[str, str] = {}
-    deadline_s: float = DEADLINE_S
+    deadline_s: Seconds = DEADLINE_S
     caches: CachePolicy = "reset"
-    sample: int = 0
+    sample: Count = 0
+    checksum: str = ""
     shm: ShmInfo | None = None
     ipc: IpcInfo | None = None
     ipc_staged: IpcStagedInfo | None = None
@@ -194,7 +213,7 @@ class UpdateReport(Message, frozen=True, kw_only=True):
     kept: list[str] = []
 
 
-class Status(Message, frozen=True, kw_only=True):
+class Status(Envelope, frozen=True, kw_only=True):
     """State of one engine rank. state: unprepared, ready, receiving, torn. version: the weights that it serves."""
 
     rank: int
@@ -206,7 +225,7 @@ class Status(Message, frozen=True, kw_only=True):
     caches: str = ""
 
 
-class VerifyReply(Message, frozen=True, kw_only=True):
+class VerifyReply(Envelope, frozen=True, kw_only=True):
     """problems: why there are no digests. Digests of one engine rank's share, by tensor as hexadecimal text. staged: names whose
     live bytes can't be read back in canonical form, so that the digest is of what was handed to the engine's own reload. differs:
     names that differ from what was expected, in plan order."""
@@ -220,8 +239,11 @@ class VerifyReply(Message, frozen=True, kw_only=True):
 
 
 def to_rpc(message: Message) -> dict[str, Any]:
-    """`message` as JSON-like values."""
+    """`message` as JSON-like values, summed up where it has a checksum."""
     plain: dict[str, Any] = msgspec.to_builtins(message)
+    if "checksum" in plain:
+        with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):  # the reader refuses it, and says why
+            plain["checksum"] = checksum(msgspec.convert(plain, type(message)))
     return plain
 
 
@@ -231,9 +253,30 @@ M = TypeVar("M", bound=Message)
 def from_rpc(kind: type[M], value: object, where: str) -> M:
     """Read a message of type `kind`. `where` names the call in the error. Raises ConfigError."""
     try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+        if issubclass(kind, Envelope):
+            check_protocol(msgspec.convert(value, Numbered).protocol, where)
+        message = msgspec.convert(value, kind)
+        msgspec.msgpack.encode(message)
+    except (msgspec.ValidationError, UnicodeEncodeError, OverflowError, RecursionError) as error:
         do = "see docs/wire.md for its fields"
         raise ConfigError(
             f"{where} got a message it can't read: {error}", where=where, got=repr(value)[:120], wanted=kind.__name__, do=do
         ) from None
+    return message
+
+
+Digests = dict[str, dict[str, str]]
+"""What each engine rank is to hold: rank as text -> tensor -> 16 hexadecimal digits, see `core.digest`."""
+
+
+def read_digests(value: object) -> Digests:
+    """The argument of `refit_verify`; None is no digests. Raises ConfigError."""
+    try:
+        digests: Digests = msgspec.convert({} if value is None else value, Digests)
+        msgspec.msgpack.encode(digests)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        wanted = "rank as text -> tensor -> hexadecimal digits"
+        raise ConfigError(
+            f"refit_verify got digests it can't read: {error}", where="refit_verify", got=repr(value)[:120], wanted=wanted
+        ) from None
+    return digests

@@ -8,6 +8,7 @@ millions of rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -35,7 +36,7 @@ class Buffer(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Canonical bytes: elements times item size."""
-        return int(np.prod(self.shape, dtype=np.int64)) * ITEMSIZE[self.dtype]
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The plan: which bytes of which trainer rank go to which bytes of which engine rank. Pure data, computed once, proved first.
 
 `build_plan` intersects the sources' boxes with the targets' boxes. It either returns a plan in which every target element is
-written exactly once, or raises one PlanError that lists everything that is missing or doesn't fit.
+written exactly once, or raises one PlanError that lists everything that is missing, offered twice or doesn't fit.
 
 A rank's share of the plan depends only on the manifest, the sources and that rank's own targets. So an engine worker can plan
 for itself, the sender can plan for all, and equal digests prove that they agree.
@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_refit_ext.core.box import Int, describe, uncovered, volume
+from vllm_refit_ext.core.box import Int, describe, volume
+from vllm_refit_ext.core.coverage import repeated, unoffered
 from vllm_refit_ext.core.dtypes import CASTS, ITEMSIZE
 from vllm_refit_ext.core.errors import PlanError, Problem
-from vllm_refit_ext.core.manifest import Manifest, suggest
+from vllm_refit_ext.core.manifest import Manifest, suggest_each
 from vllm_refit_ext.core.placement import Buffer, Placements
 from vllm_refit_ext.core.replicas import Atoms, atoms_of, choose
 
@@ -150,7 +151,9 @@ class Plan:
         state.update(msgspec.msgpack.encode([[b.name, b.dtype, b.shape, b.layout] for b in (self.targets[i] for i in mine)]))
         used = np.unique(share.source)
         state.update(
-            msgspec.msgpack.encode([[int(i), b.name, b.rank, b.dtype, b.shape] for i in used for b in (self.sources[i],)])
+            msgspec.msgpack.encode(
+                [[int(i), b.name, b.rank, b.dtype, b.shape, b.layout] for i in used for b in (self.sources[i],)]
+            )
         )
         for column in self.COLUMNS:
             values = getattr(share, column)
@@ -173,7 +176,7 @@ def build_plan(manifest: Manifest, sources: Placements, targets: Placements, dis
     Raises PlanError listing every target tensor that the manifest lacks, every dtype pair that a move may not convert, every
     box outside its tensor, and every target box that the sources do not cover.
     """
-    depth = max((len(t.shape) for t in manifest.tensors.values()), default=0)
+    depth = max((sources.lo.shape[1], targets.lo.shape[1], *(len(t.shape) for t in manifest.tensors.values())))
     index = {name: i for i, name in enumerate(manifest.tensors)}
     problems: list[Problem] = []
     source_tensor = _tensor_index(sources, index)
@@ -188,8 +191,10 @@ def build_plan(manifest: Manifest, sources: Placements, targets: Placements, dis
         raise PlanError.of(problems, f"no plan: {len(problems)} problem(s)")
 
     atoms = atoms_of(source_tensor, sources.lo, sources.hi, sources.rank)
+    if problems := repeated(sources, source_tensor, _elsewhere(sources, atoms), list(index)):
+        raise PlanError.of(problems, f"no plan: {len(problems)} tensor(s) are offered twice by a rank")
     row, atom, lo, hi = overlaps(targets.lo, targets.hi, target_tensor, atoms, len(index))
-    problems = _coverage_problems(targets, target_tensor, row, lo, hi, list(index))
+    problems = unoffered(targets, target_tensor, row, lo, hi, list(index))
     if problems:
         raise PlanError.of(problems, f"no plan: {len(problems)} target box(es) are not covered by what the trainer offers")
 
@@ -213,14 +218,14 @@ def build_plan(manifest: Manifest, sources: Placements, targets: Placements, dis
     )
 
 
-def check_consumed(manifest: Manifest, read: Iterable[str], unused: Iterable[str] = ()) -> list[Problem]:
-    """A problem for every tensor of the manifest that no engine rank reads and that is not declared unused."""
-    known = set(read) | set(unused)
-    return [
-        Problem("offered, but no engine rank reads it", f"tensor {name!r}", do="correct the name, or declare it unused")
-        for name in manifest.tensors
-        if name not in known
-    ]
+def _elsewhere(sources: Placements, atoms: Atoms) -> Int:
+    """Pairs of rows with which one rank offers an atom from different bytes, int64 [n, 2]."""
+    atom, first, second = atoms.repeats.T
+    lo, strides = atoms.lo[atom], sources.strides
+    begin = [sources.offset[row] + ((lo - sources.lo[row]) * strides[row]).sum(axis=1) for row in (first, second)]
+    apart = (sources.buffer[first] != sources.buffer[second]) | (begin[0] != begin[1])
+    apart |= ((atoms.hi[atom] - lo > 1) & (strides[first] != strides[second])).any(axis=1)
+    return atoms.repeats[apart, 1:]
 
 
 def _tensor_index(table: Placements, index: dict[str, int]) -> Int:
@@ -236,8 +241,8 @@ def _known(table: Placements, tensor: Int) -> tuple[Placements, Int]:
 def _name_problems(targets: Placements, tensor: Int, index: dict[str, int]) -> list[Problem]:
     missing = np.unique(targets.tensor[tensor < 0])
     return [
-        Problem("the engine needs it and the trainer does not offer it", f"tensor {name!r}", do=suggest(name, index))
-        for name in (targets.names[i] for i in missing)
+        Problem("the engine needs it and the trainer does not offer it", f"tensor {name!r}", do=do)
+        for name, do in suggest_each((targets.names[i] for i in missing), index)
     ]
 
 
@@ -313,20 +318,3 @@ def overlaps(lo: Int, hi: Int, tensor: Int, atoms: Atoms, count: int) -> tuple[I
         return none, none, np.zeros((0, depth), np.int64), np.zeros((0, depth), np.int64)
     row, atom, low, high = (np.concatenate(column) for column in zip(*pieces, strict=True))
     return row, atom, low, high
-
-
-def _coverage_problems(targets: Placements, tensor: Int, row: Int, lo: Int, hi: Int, names: list[str]) -> list[Problem]:
-    """Every target row whose overlaps do not add up to itself. Atoms are disjoint, so equal volume proves coverage."""
-    wanted = volume(targets.lo, targets.hi)
-    got = np.zeros(len(targets), np.int64)
-    np.add.at(got, row, volume(lo, hi))
-    problems = []
-    for i in np.flatnonzero(got != wanted):
-        mine = row == i
-        holes = uncovered(targets.lo[i].tolist(), targets.hi[i].tolist(), lo[mine], hi[mine])
-        text = ", ".join("[" + ", ".join(f"{a}:{b}" for a, b in hole) + "]" for hole in holes[:4])
-        where = f"tensor {names[tensor[i]]!r}, engine rank {targets.rank[i]}"
-        problems.append(
-            Problem("no trainer rank offers a part of it", where, f"{got[i]} elements", f"{wanted[i]}; missing {text}")
-        )
-    return problems

@@ -23,6 +23,7 @@ class Atoms(msgspec.Struct):
 
     tensor: int64 [a]. lo, hi: int64 [a, D]. start: int64 [a + 1]; the holders of atom i are rows
     `holder[start[i]:start[i+1]]` of the source table, one a rank, in rank order. rank: int64, the holders' ranks.
+    repeats: int64 [r, 3], (atom, a holder, another row of the same rank that holds the atom too).
     """
 
     tensor: Int
@@ -31,6 +32,7 @@ class Atoms(msgspec.Struct):
     start: Int
     holder: Int
     rank: Int
+    repeats: Int
 
 
 def atoms_of(tensor: Int, lo: Int, hi: Int, rank: Int) -> Atoms:
@@ -41,7 +43,8 @@ def atoms_of(tensor: Int, lo: Int, hi: Int, rank: Int) -> Atoms:
     new = np.ones(len(order), bool)
     new[1:] = (key[1:] != key[:-1]).any(axis=1)
     begin = np.flatnonzero(new)
-    atoms = Atoms(tensor[order[begin]], lo[order[begin]], hi[order[begin]], np.append(begin, len(order)), order, rank[order])
+    start, none = np.append(begin, len(order)), np.zeros((0, 3), np.int64)
+    atoms = Atoms(tensor[order[begin]], lo[order[begin]], hi[order[begin]], start, order, rank[order], none)
     overlapping = _overlapping(atoms)
     if len(overlapping):
         atoms = _cut(atoms, set(overlapping.tolist()))
@@ -97,6 +100,7 @@ def _cut(atoms: Atoms, tensors: set[int]) -> Atoms:
         start,
         np.concatenate(out_holder),
         np.concatenate(out_rank),
+        atoms.repeats,
     )
 
 
@@ -107,7 +111,10 @@ def _one_row_a_rank(atoms: Atoms) -> Atoms:
     keep[1:] = (owner[1:] != owner[:-1]) | (atoms.rank[1:] != atoms.rank[:-1])
     size = np.bincount(owner[keep], minlength=len(atoms.tensor))
     start = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
-    return Atoms(atoms.tensor, atoms.lo, atoms.hi, start, atoms.holder[keep], atoms.rank[keep])
+    again = np.flatnonzero(~keep)
+    first = np.maximum.accumulate(np.where(keep, np.arange(len(keep)), 0))[again]
+    repeats = np.stack([owner[again], atoms.holder[first], atoms.holder[again]], axis=1)
+    return Atoms(atoms.tensor, atoms.lo, atoms.hi, start, atoms.holder[keep], atoms.rank[keep], repeats)
 
 
 def choose(atoms: Atoms, atom: Int, target_rank: Int, size: Int, distance: NDArray[np.int8] | None) -> Int:

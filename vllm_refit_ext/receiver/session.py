@@ -23,11 +23,21 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_refit_ext.core.coded import DEQUANTISED
-from vllm_refit_ext.core.errors import ConfigError, ManifestError, PlanError, Problem, RefitError, SessionError, TornError
+from vllm_refit_ext.core.errors import ManifestError, PlanError, Problem, RefitError, SessionError, TornError
 from vllm_refit_ext.core.manifest import Manifest, parse_state_dict_info, whole_tensors
-from vllm_refit_ext.core.messages import DEADLINE_S, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc
+from vllm_refit_ext.core.messages import (
+    DEADLINE_S,
+    PrepareReply,
+    Status,
+    UpdateInfo,
+    UpdateReport,
+    VerifyReply,
+    from_rpc,
+    read_digests,
+)
 from vllm_refit_ext.core.placement import Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.core.protocol import check_unchanged
 from vllm_refit_ext.core.sites import distances, this_site
 from vllm_refit_ext.core.table import pack_placements
 from vllm_refit_ext.receiver.agree import agree
@@ -144,6 +154,7 @@ class Receiver:
             dropped=targets.dropped,
             reload=targets.reload,
             kept=targets.kept,
+            casts=targets.casts,
             quantise=targets.quantise if fp8_config.prequantize else [],
             layouts=targets.layouts(),
             extra_bytes=self.prepared.extra_bytes,
@@ -208,7 +219,7 @@ class Receiver:
                 reader = self._open(update)
         except RefitError as error:
             problem = error
-        deadline_s = update.deadline_s if update is not None and update.deadline_s > 0 else DEADLINE_S
+        deadline_s = update.deadline_s if update is not None else DEADLINE_S
 
         def left() -> float:
             return max(0.1, deadline_s - (time.monotonic() - start))
@@ -262,8 +273,6 @@ class Receiver:
         prepared = self._prepared()
         if not update.version:
             raise SessionError("a refit needs a version", where="update_weights", got="an empty text", wanted="any other text")
-        if update.deadline_s <= 0:
-            raise ConfigError("the deadline must be positive", where="update_weights, deadline_s", got=update.deadline_s)
         expected = update.digests.get(str(self.view.rank))
         if update.digests and expected != prepared.digest:
             do = "prepare again on every rank, trainers and engines"
@@ -289,6 +298,7 @@ class Receiver:
         if prepared.signature != prepared.targets.signature(self.view):
             do = "call prepare_refit_info again"
             raise SessionError("the engine's parameters were replaced or moved since prepare", where="update_weights", do=do)
+        check_unchanged(update, "update_weights")
         return wire(update.wire).open_reader(update, prepared.plan, self._kept)
 
     def _prepared(self) -> Prepared:
@@ -411,11 +421,12 @@ class Receiver:
             self._kept = {}
         return self.status()
 
-    def verify(self, expected: dict[str, dict[str, str]] | None = None) -> VerifyReply:
+    def verify(self, expected: object = None) -> VerifyReply:
         """Digests of this rank's share, read back from the live parameters where their layout allows it.
 
         expected: by rank as text, by tensor, hexadecimal. Names that differ are listed in plan order.
         """
+        wanted = read_digests(expected)
         with self._alone("refit_verify"):
             prepared = self._prepared()
             if self.torn:
@@ -425,7 +436,7 @@ class Receiver:
             staged = dict(self.staged)
             total = {name: (live.get(name, 0) + staged.get(name, 0)) % MODULUS for name in [*live, *staged]}
             digests = {name: f"{total[name]:016x}" for name in prepared.manifest.tensors if name in total}
-            want = (expected or {}).get(str(self.view.rank), {})
+            want = wanted.get(str(self.view.rank), {})
             differs = [name for name in prepared.manifest.tensors if name in want and digests.get(name) != want[name]]
             missing = [name for name in want if name not in prepared.manifest.tensors]
             if missing:

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, PLAIN, SCALE, coding_of
+from vllm_refit_ext.core.dtypes import CASTS, cast_text
 from vllm_refit_ext.core.errors import Problem, RouteError
-from vllm_refit_ext.core.manifest import Manifest, suggest
+from vllm_refit_ext.core.manifest import Manifest, suggest, suggest_each
 from vllm_refit_ext.core.placement import Placements
 from vllm_refit_ext.receiver.held import HeldParam, config_scale, held_param, is_mxfp8
 from vllm_refit_ext.receiver.keep import keep, overwritten
@@ -34,9 +35,10 @@ _CONVERTED = re.compile(r"(\w+) is converted to (\w+)")
 class Targets(msgspec.Struct):
     """placements: boxes of buffers of this rank. params: live tensors by buffer name, for buffers in place. held: the MXFP8
     parameters among them. reload: names that take the engine's reload, with the reason. reloaded: engine parameter -> elements
-    that this reload must write. dropped: names that the loaders skip here, with the reason. quantise: names whose parameter
-    holds MXFP8. kept: engine parameters and offered tensors that stay as they are, with the patterns that say so. problems: what
-    keeps the rank from taking part. module_of: HF name -> the first module that it fills.
+    that this reload must write. dropped: names that the loaders skip here, with the reason. casts: names whose elements are
+    converted, and how. quantise: names whose parameter holds MXFP8. kept: engine parameters and offered tensors that stay as
+    they are, with the patterns that say so. problems: what keeps the rank from taking part. module_of: HF name -> the first
+    module that it fills.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class Targets(msgspec.Struct):
     reload: dict[str, str]
     reloaded: dict[str, int]
     dropped: dict[str, str]
+    casts: dict[str, str]
     quantise: list[str]
     problems: list[Problem]
     slots: list[Any] = []
@@ -132,6 +135,7 @@ def build_targets(
         reload=reload,
         reloaded=routes.wanted(reload),
         dropped=routes.dropped,
+        casts=dict(_casts(routes, manifest)),
         quantise=sorted(_quantisable(routes, found, manifest)),
         problems=[
             *_problems(recording, reload, found, manifest),
@@ -175,6 +179,16 @@ def _look_at_parameters(
     return held, unknown
 
 
+def _casts(routes: Routes, manifest: Manifest) -> Iterable[tuple[str, str]]:
+    """Names that a parameter takes in another dtype than they travel in, with how they are converted."""
+    table = routes.placements
+    for code in np.unique(table.tensor * len(table.buffers) + table.buffer).tolist():
+        t, b = divmod(code, len(table.buffers))
+        pair = manifest.tensors[table.names[t]].dtype, table.buffers[b].dtype
+        if pair in CASTS:
+            yield table.names[t], cast_text(*pair)
+
+
 def _quantisable(routes: Routes, held: Mapping[str, HeldParam], manifest: Manifest) -> Iterable[str]:
     """Names that the engine wants as MXFP8: those of its MXFP8 parameters whose last dimension has whole blocks."""
     table = routes.placements
@@ -208,7 +222,7 @@ def _problems(recording: Recording, reload: dict[str, str], held: Mapping[str, H
             problems.append(Problem("the engine would convert bytes to numbers or back", f"tensor {name!r}", pair[1], pair[2]))
     unknown = [name for name in routes.dropped if name not in reload and routes.dropped[name].startswith("unknown")]
     known = [n for n in routes.placements.names if n not in unknown]
-    problems += [Problem("the engine does not know it", f"tensor {name!r}", do=suggest(name, known)) for name in unknown]
+    problems += [Problem("the engine does not know it", f"tensor {name!r}", do=do) for name, do in suggest_each(unknown, known)]
     problems += [
         Problem(
             "the engine loads it as MXFP8 and it can't be written in place, so the engine's own reload needs it quantised",

@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 
 from vllm_refit_ext.client import LATE_S, EngineClient, raise_problems
+from vllm_refit_ext.core.coverage import check_consumed
 from vllm_refit_ext.core.errors import ConfigError, PlanError, Problem, RefitError
 from vllm_refit_ext.core.manifest import Manifest, Offer, pack_offer
 from vllm_refit_ext.core.messages import PrepareReply, UpdateInfo, UpdateReport
 from vllm_refit_ext.core.placement import Placements, concatenate
-from vllm_refit_ext.core.plan import Plan, build_plan, check_consumed
+from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import Sites, distances
 from vllm_refit_ext.core.table import unpack_placements
 from vllm_refit_ext.sender.calls import Calls, call_all, engine_name
@@ -38,15 +39,20 @@ class Engines:
         return self._all(lambda _, engine: len({s.rank for s in engine.status(self.deadline_s)}), "they answer")
 
     def prepare(
-        self, manifest: Manifest, sources: Placements, sites: tuple[str, ...], fp8_config: dict[str, Any] | None
+        self,
+        manifest: Manifest,
+        sources: Placements,
+        sites: tuple[str, ...],
+        fp8_config: dict[str, Any] | None,
+        unused: Sequence[str],
     ) -> list[EngineRanks]:
-        """Offer to all engines. Raises PlanError with the problems of all of them."""
+        """Offer to all engines. unused: names that need not be read. Raises PlanError with the problems of all of them."""
         sizes = self.sizes()
         firsts = [sum(sizes[:i]) for i in range(len(sizes))]
 
         def offer(index: int, engine: EngineClient) -> EngineRanks:
             offered = pack_offer(Offer(manifest, sources, firsts[index], sites))
-            replies = engine.prepare(offered, fp8_config, self.deadline_s, self.keep)
+            replies = engine.prepare(offered, fp8_config, self.deadline_s, self.keep, unused)
             raise_problems(replies)
             return _one_replica(firsts[index], replies)
 

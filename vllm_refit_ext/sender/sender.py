@@ -141,7 +141,7 @@ class RefitSender:
     def _ask_what_to_quantise(self, raw: list[bytes]) -> list[bytes]:
         """On rank 0: the names that the engines hold as MXFP8, and those that the configuration adds."""
         manifest, sources, _ = _joined(raw)
-        found = self._engines.prepare(manifest, sources, (), {"prequantize": True})
+        found = self._engines.prepare(manifest, sources, (), {"prequantize": True}, self.config.unused)
         names = set(self.config.quantise) | {name for e in found for reply in e.replies for name in reply.quantise}
         unknown = [
             Problem("it is to be quantised and not offered", f"tensor {n!r}", do=suggest(n, manifest.tensors))
@@ -155,7 +155,7 @@ class RefitSender:
         """On rank 0: offer what all ranks hold, plan with what the engines answer, and cut the plan for the ranks."""
         manifest, sources, sites = _joined(raw)
         fp8_config = {"prequantize": True} if self.config.prequantize else None
-        engines = self._engines.prepare(manifest, sources, sites, fp8_config)
+        engines = self._engines.prepare(manifest, sources, sites, fp8_config, self.config.unused)
         plan, at = self._engines.plan(manifest, sources, sites, engines, self.config.unused)
         joint.append((plan, engines))
         wires = wire(self.config.wire).shares(plan, at, self.config.bucket_bytes)
