@@ -44,8 +44,7 @@ def trainer(llm: Any, folder: Path) -> Iterator[WholeTrainer]:
 
 def text(trainer: WholeTrainer, info: Any, **more: Any) -> str:
     replies = trainer.client.prepare(info, **more)
-    assert len({tuple(map(str, r.problems)) for r in replies}) == 1  # every rank says the same
-    return "\n".join(map(str, replies[0].problems))
+    return "\n".join(str(p) for r in replies for p in r.problems)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_a_trainer_of_larger_sizes_is_refused(trainer: WholeTrainer, name: str, 
     shape = info[name][0]
     shape[dim] = 2 * shape[dim] if grown == "twice" else shape[dim] + 8
     problems = text(trainer, info)
-    assert f"tensor {name!r}" in problems or name in problems
+    assert name in problems
     assert text(trainer, trainer.info()) == ""
 
 
