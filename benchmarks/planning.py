@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.planning_routes import MODELS
 from vllm_refit_ext.core.digest import row_strides
+from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
@@ -42,7 +43,8 @@ def held_whole(manifest: Manifest, holders: dict[str, list[int]]) -> Placements:
     counts = np.array([len(holders[n]) for n in names])
     shapes = np.array([[*t.shape, *([1] * (depth - len(t.shape)))] for t in manifest.tensors.values()], np.int64)
     strides = np.array(
-        [[2 * s for s in row_strides(t.shape)] + [0] * (depth - len(t.shape)) for t in manifest.tensors.values()], np.int64
+        [[ITEMSIZE[t.dtype] * s for s in row_strides(t.shape)] + [0] * (depth - len(t.shape)) for t in manifest.tensors.values()],
+        np.int64,
     )
     tensor = np.repeat(np.arange(len(names)), counts)
     buffers = [Buffer(n, rank, manifest.tensors[n].dtype, manifest.tensors[n].shape) for n in names for rank in holders[n]]
