@@ -30,7 +30,8 @@ COUNT = {"architectures": set[str](), "engines": 0, "refits": 0, "tensors": 0}
 def _count(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     told = ", ".join(f"{len(n) if isinstance(n, set) else n} {what}" for what, n in COUNT.items())
-    request.config.pluginmanager.getplugin("terminalreporter").write_line(f"\ncompared with fresh engines: {told}")
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\ncompared with fresh engines: {told}")
 
 
 CASES = [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.architectures import LATENT
 from tests.support.engines import answers, fresh_answers, open_llm
 from tests.support.seam_cases import pair
 from vllm_refit_ext.core.errors import ManifestError, RefitError, TornError, WireError
@@ -24,12 +25,11 @@ KINDS = ("qwen3_moe", "qwen3_tied", "deepseek_v3")
 def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """(engine, its view, tensors of checkpoint 0 and 1, fresh answers of 0 and 1)."""
     folders = pair(request.param, tmp_path_factory.mktemp(request.param))
-    # Latent attention runs in bfloat16 alone on a CPU with AMX.
-    dtype = "bfloat16" if request.param == "deepseek_v3" else "float32"
-    wanted = [fresh_answers(folder, in_process=True, dtype=dtype) for folder in folders]
+    settings = LATENT if request.param == "deepseek_v3" else {}
+    wanted = [fresh_answers(folder, in_process=True, **settings) for folder in folders]
     assert wanted[0] != wanted[1]
     tensors = [load_file(folder / "model.safetensors") for folder in folders]
-    with open_llm(folders[0], in_process=True, dtype=dtype) as llm:
+    with open_llm(folders[0], in_process=True, **settings) as llm:
         view = WorkerView.of_worker(llm.llm_engine.model_executor.driver_worker.worker)
         yield llm, view, tensors, wanted
 

@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 
+from examples.support.tiny_model import save_tokenizer
 from tests.engine.routes_support import CONFIGS, Entries, checkpoint_entries
 from tests.support.engines import Answer, open_llm
 from tests.support.more_architectures import MORE
 from vllm_refit_ext.receiver import inventory
 
 PROMPTS = ([5, 9, 3, 7, 11], [1, 2], [200, 30, 77, 41, 8, 8, 100])
-DTYPES = {"deepseek-v2": "bfloat16", "deepseek-v3": "bfloat16"}
-"""Engines that a CPU with AMX runs in bfloat16 only; the others run in float32."""
+LATENT = {"attention_config": {"backend": "CPU_MLA"}}
+"""The latent attention that every CPU runs, in float32; one with AMX would take its own, in bfloat16 alone."""
+SETTINGS = {"deepseek-v2": LATENT, "deepseek-v3": LATENT}
+PROCESSORS = {"qwen2.5-vl": "Qwen2_5_VLProcessor", "qwen3-vl-moe": "Qwen3VLProcessor"}
+VIDEO = {"qwen2.5-vl": "Qwen2VLVideoProcessor", "qwen3-vl-moe": "Qwen3VLVideoProcessor"}
 SPREAD = 0.08
 """Standard deviation of weights: far enough from zero that other weights give other tokens."""
 
@@ -38,10 +43,24 @@ def entries_of(name: str) -> Entries:
     return checkpoint_entries(config(name))
 
 
+def _save_processor(name: str, folder: Path) -> dict[str, int]:
+    """Write the tokenizer and processor that vLLM wants of a vision-language model; returns the ids of its special tokens."""
+    save_tokenizer(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    special = [f"<|{n}|>" for n in ("image_pad", "video_pad", "vision_start", "vision_end")]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    parts = transformers.Qwen2VLImageProcessor(), tokenizer, getattr(transformers, VIDEO[name])()
+    getattr(transformers, PROCESSORS[name])(*parts).save_pretrained(folder)
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return dict(zip(names, tokenizer.convert_tokens_to_ids(special), strict=True))
+
+
 def checkpoint(name: str, folder: Path, seed: int) -> Path:
     """A checkpoint of random weights of architecture `name` in `folder`."""
     hf_config = config(name)
-    hf_config.torch_dtype = "float32"
+    hf_config.dtype = torch.float32
+    for field, value in _save_processor(name, folder).items() if name in PROCESSORS else ():
+        setattr(hf_config, field, value)
     hf_config.save_pretrained(folder)
     save_file(weights(entries_of(name), seed), str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
@@ -59,7 +78,9 @@ def weights(entries: Entries, seed: int) -> dict[str, torch.Tensor]:
 
 def open_engine(folder: Path, extension: str, name: str = "") -> Any:
     """An engine of this process for architecture `name`, without a tokenizer."""
-    settings = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 2, "dtype": DTYPES.get(name, "float32")}
+    vision: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "skip_mm_profiling": True}
+    settings = vision if name in PROCESSORS else {"skip_tokenizer_init": True}
+    settings |= {"max_model_len": 64, "max_num_seqs": 2} | SETTINGS.get(name, {})
     return open_llm(folder, extension=extension, in_process=True, **settings)
 
 

@@ -33,8 +33,10 @@ def patterns_of(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or not all(isinstance(p, str) and p for p in value):
-        wanted = "a list of names or globs of engine parameters or checkpoint tensors"
-        raise ConfigError("keep can't be read", where="prepare_refit_info, keep", got=repr(value)[:120], wanted=wanted)
+        wanted = "prepare_refit_info(state_dict_info, fp8_config, keep), keep a list of names or globs"
+        raise ConfigError(
+            "wrong arguments: keep can't be read", where="prepare_refit_info, keep", got=repr(value)[:120], wanted=wanted
+        )
     return tuple(value)
 
 
