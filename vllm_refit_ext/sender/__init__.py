@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_refit_ext.sender.config import SenderConfig as SenderConfig
+    from vllm_refit_ext.sender.dtensor import DTensorSource as DTensorSource
     from vllm_refit_ext.sender.sender import RefitReport as RefitReport
     from vllm_refit_ext.sender.sender import RefitSender as RefitSender
     from vllm_refit_ext.sender.source import Source as Source
 
-_HOMES = {"RefitReport": "sender", "RefitSender": "sender", "SenderConfig": "config", "Source": "source"}
+_HOMES = {
+    "DTensorSource": "dtensor",
+    "RefitReport": "sender",
+    "RefitSender": "sender",
+    "SenderConfig": "config",
+    "Source": "source",
+}
 
-__all__ = ["RefitReport", "RefitSender", "SenderConfig", "Source"]
+__all__ = ["DTensorSource", "RefitReport", "RefitSender", "SenderConfig", "Source"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_refit_ext.copies import Copies, Image, storage_id
+from vllm_refit_ext.copies import Copies, Image, mutated, storage_id, tensors_in
 from vllm_refit_ext.core.affine import Dim, row_major
 from vllm_refit_ext.receiver.routes.created import Created
 
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events.append(Write(index, at, dims, "replaced", origins))
         for path, module in model.named_modules():
             for name, value in [*module._parameters.items(), *module._buffers.items(), *module.__dict__.items()]:
-                for tensor in _tensors(value if name not in NN_TABLES else None):
+                for tensor in tensors_in(value if name not in NN_TABLES else None):
                     key = storage_id(tensor)
                     if key not in self.targets:
                         self._blame(self._origins(key), f"the loader keeps it in {path}.{name}, made while loading")
@@ -155,8 +155,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten._local_scalar_dense.default:
             return self._scalar(args[0])
-        written = _mutated(func, args, kwargs)
-        tensors = list(_tensors((args, kwargs)))
+        written = mutated(func, args, kwargs)
+        tensors = list(tensors_in((args, kwargs)))
         origins: frozenset[int] = frozenset().union(*(self._origins(storage_id(t)) for t in tensors))
         for target in written:
             key = storage_id(target)
@@ -194,8 +194,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Remember where the tensors in `result` come from."""
         if self.copies.follow(func, args, kwargs, result):
             return
-        seen = {storage_id(t) for t in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
+        seen = {storage_id(t) for t in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
             if storage_id(tensor) not in seen:  # else a view by another name, such as _unsafe_view
                 self._taint(tensor, origins)
 
@@ -287,23 +287,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _op(func: Any) -> str:
     return str(func).removesuffix(".default")
-
-
-def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operation writes."""
-    found: list[torch.Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found.extend(_tensors(value))
-    return found
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
