@@ -31,12 +31,12 @@ class Engines:
     def __init__(self, clients: Sequence[EngineClient], deadline_s: float, keep: Sequence[str] = ()) -> None:
         self.clients, self.deadline_s, self.keep = list(clients), deadline_s, keep
 
-    def __len__(self) -> int:
-        return len(self.clients)
-
-    def sizes(self) -> list[int]:
-        """Ranks of each engine."""
-        return self._all(lambda _, engine: len({s.rank for s in engine.status(self.deadline_s)}), "they answer")
+    def firsts(self) -> list[int]:
+        """The plan's number of each engine's rank 0: they follow each other."""
+        if len(self.clients) < 2:
+            return [0] * len(self.clients)
+        sizes = self._all(lambda _, engine: len({s.rank for s in engine.status(self.deadline_s)}), "they answer")
+        return [sum(sizes[:i]) for i in range(len(sizes))]
 
     def prepare(
         self,
@@ -47,8 +47,7 @@ class Engines:
         unused: Sequence[str],
     ) -> list[EngineRanks]:
         """Offer to all engines. unused: names that need not be read. Raises PlanError with the problems of all of them."""
-        sizes = self.sizes()
-        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+        firsts = self.firsts()
 
         def offer(index: int, engine: EngineClient) -> EngineRanks:
             offered = pack_offer(Offer(manifest, sources, firsts[index], sites))
