@@ -157,13 +157,15 @@ def _pairs(placements: Placements, coded: np.ndarray, used: list[int]) -> list[P
         buffers.append(Buffer(f"{b.name} codes", b.rank, CODES, b.shape))
         buffers.append(Buffer(f"{b.name} scales", b.rank, "uint8", (*b.shape[:-1], b.shape[-1] // BLOCK)))
     offset, steps = rows.offset // item, rows.strides // item[:, None]
-    codes = Placements(rows.names, buffers, rows.tensor, 2 * number, rows.lo, rows.hi, offset, steps)
-    names = [n + TRAVELLING_SCALE for n in rows.names]
+    # Only what is coded has scales: an engine refuses a table with a name that the manifest lacks.
+    named, tensor = np.unique(rows.tensor, return_inverse=True)
+    codes = Placements([rows.names[t] for t in named], buffers, tensor, 2 * number, rows.lo, rows.hi, offset, steps)
+    names = [n + TRAVELLING_SCALE for n in codes.names]
     lo, hi, blocks = rows.lo.copy(), rows.hi.copy(), steps // BLOCK
     for r in range(len(rows)):
         last = int(np.flatnonzero(steps[r] == 1).max())
         lo[r, last], hi[r, last], blocks[r, last] = lo[r, last] // BLOCK, hi[r, last] // BLOCK, 1
-    scales = Placements(names, buffers, rows.tensor, 2 * number + 1, lo, hi, offset // BLOCK, blocks)
+    scales = Placements(names, buffers, tensor, 2 * number + 1, lo, hi, offset // BLOCK, blocks)
     merged = concatenate([codes, scales])
     # Both tables name the same buffers; they are numbered once.
     merged = Placements(
