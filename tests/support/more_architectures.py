@@ -77,14 +77,7 @@ MORE: dict[str, tuple[str, Callable[[], Any]]] = {
     "flex-olmo": ("FlexOlmoForCausalLM", lambda: transformers.FlexOlmoConfig(**DENSE, num_experts=4, num_experts_per_tok=2)),
     "minimax-m2": (
         "MiniMaxM2ForCausalLM",
-        lambda: transformers.MiniMaxM2Config(**DENSE, head_dim=32, num_local_experts=4, num_experts_per_tok=2),
-    ),
-    "lfm2": ("Lfm2ForCausalLM", lambda: transformers.Lfm2Config(**DENSE, layer_types=["conv", "full_attention"])),
-    "lfm2-moe": (
-        "Lfm2MoeForCausalLM",
-        lambda: transformers.Lfm2MoeConfig(
-            **{**DENSE, "num_hidden_layers": 3}, **MOE, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]
-        ),
+        lambda: transformers.MiniMaxM2Config(**DENSE, head_dim=32, rotary_dim=32, num_local_experts=4, num_experts_per_tok=2),
     ),
     "falcon-h1": (
         "FalconH1ForCausalLM",
