@@ -34,6 +34,8 @@ CASES = [
     ("vllm_refit_ext.client", ("torch", "vllm", "megatron")),
     ("vllm_refit_ext.sender", ("torch", "vllm", "megatron")),
     ("vllm_refit_ext.sender.source", ("vllm", "megatron", "triton")),
+    ("vllm_refit_ext.sender.geometry", ("torch", "vllm", "megatron")),
+    ("vllm_refit_ext.sender.dtensor", ("vllm", "megatron", "triton", "transformers")),
     ("vllm_refit_ext.sender.sender", ("vllm", "megatron", "vllm_refit_ext.receiver")),
     ("vllm_refit_ext.plugin", ("torch", "triton", "megatron")),
     ("vllm_refit_ext.wires.shm", ("vllm", "megatron")),
