@@ -17,11 +17,11 @@ from vllm_refit_ext.core.messages import PrepareReply, Status, UpdateInfo, Updat
 
 INFO = UpdateInfo(wire="shm", version="v", session="s", deadline_s=0.3)
 CALLS = {
-    "prepare": lambda client: client.prepare({}, deadline_s=0.3),
-    "update": lambda client: client.update(INFO),
-    "status": lambda client: client.status(0.3),
-    "abort": lambda client: client.abort(0.3),
-    "verify": lambda client: client.verify(None, 0.3),
+    "prepare": lambda client, s: client.prepare({}, deadline_s=s),
+    "update": lambda client, s: client.update(UpdateInfo(wire="shm", version="v", session="s", deadline_s=s)),
+    "status": lambda client, s: client.status(s),
+    "abort": lambda client, s: client.abort(s),
+    "verify": lambda client, s: client.verify(None, s),
 }
 
 
@@ -102,7 +102,7 @@ def silent(server, request, monkeypatch):
 @pytest.mark.parametrize("call", CALLS)
 def test_a_silent_engine_is_an_error_at_the_deadline(silent, call):
     with pytest.raises(DeadlineError, match=r"answer.*within 0\.[34] s"):
-        CALLS[call](silent)
+        CALLS[call](silent, 0.3)
 
 
 def test_the_status_inside_an_update_has_a_deadline_too(monkeypatch):
@@ -125,14 +125,14 @@ def test_the_status_inside_an_update_has_a_deadline_too(monkeypatch):
 @pytest.mark.parametrize("call", CALLS)
 def test_an_answer_that_is_not_vllms_is_one_error(server, body, call):
     with pytest.raises(WireError, match="not one of vLLM's"):
-        CALLS[call](HTTPClient(server(body)))
+        CALLS[call](HTTPClient(server(body)), 60.0)
 
 
 @pytest.mark.parametrize("body", [b'{"results": []}', b'{"results": [null]}', b'{"results": ["text"]}', b'{"results": [{}]}'])
 @pytest.mark.parametrize("call", ["prepare", "status", "abort", "verify"])
 def test_replies_that_no_rank_gives_are_one_error(server, body, call):
     with pytest.raises(WireError):
-        CALLS[call](HTTPClient(server(body)))
+        CALLS[call](HTTPClient(server(body)), 60.0)
 
 
 def test_a_server_that_is_not_there_is_named():
