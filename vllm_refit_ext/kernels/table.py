@@ -28,6 +28,7 @@ from vllm_refit_ext.kernels.pack import Group, Key, Packer, Touched
 from vllm_refit_ext.kernels.tuning import WIDE, Tile
 
 Backend = Literal["auto", "triton", "torch"]
+AnyMove = CopyMove | QuantizeMove | ShuffleMove | DigestMove
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Table:
 
     def __init__(
         self,
-        moves: Sequence[CopyMove | QuantizeMove | ShuffleMove | DigestMove],
+        moves: Sequence[AnyMove],
         device: torch.device | str,
         *,
         alignment: Mapping[int, int] | None = None,
@@ -68,8 +69,8 @@ class Table:
         self.moves = list(moves)
         self.device = torch.empty(0, device=device).device  # "cuda" becomes the current one, with its index
         self.backend = backend if backend != "auto" else ("triton" if self.device.type == "cuda" else "torch")
-        self._alignment = dict(alignment or {})
-        packer = Packer(self._alignment, tiles or {})
+        self.alignment = dict(alignment or {})
+        packer = Packer(self.alignment, tiles or {})
         packer.pack(self.moves)
         self._touched = _Touched(packer.touched)
         outs = [move.out for move in self.moves if isinstance(move, DigestMove)]
@@ -93,18 +94,19 @@ class Table:
     def bind(self, buffers: Sequence[Buffer]) -> None:
         """Give the buffers' memory: tensors (the memory from their first element to the end of their storage) or addresses.
 
-        The twins need tensors. Tensors are held until the next bind. Does nothing where no address has changed.
+        The twins need tensors, and hold them until the next bind. Does nothing where no address has changed.
 
         Raises LayoutError for a missing buffer, one that is too small or not aligned as declared, or one on another device, and
         where a range that is read overlaps a range that is written.
         """
         addresses = [address_of(b) for b in buffers]
-        self._buffers = list(buffers)
+        # Kernels run on addresses: holding the tensors would keep every upload of a writer alive.
+        self._buffers = list(buffers) if self.backend == "torch" else []
         if addresses == self._addresses:
             return
         # The twins take any alignment of whole elements; the kernels were chosen for the declared one.
         wide = WIDE if self.backend == "triton" else 1
-        self._touched.check(self.moves, buffers, addresses, self._alignment, self.device, wide)
+        self._touched.check(self.moves, buffers, addresses, self.alignment, self.device, wide)
         bases = torch.tensor(addresses or [0], dtype=torch.int64).to(self.device)
         for launch in self._launches:
             launch.table[:, launch.columns] = launch.template[:, launch.columns] + bases[launch.slots]
@@ -149,6 +151,15 @@ class Table:
             flags=torch.zeros(len(group.rows), dtype=torch.int32, device=self.device),
             owner=np.array(group.owner),
         )
+
+
+def bound(moves: Sequence[AnyMove], device: torch.device, buffers: Sequence[Buffer], table: Table | None = None) -> Table:
+    """`table`, or one of `moves` where there is none yet or memory is aligned worse than it was built for, bound to `buffers`."""
+    needed = {i: min(WIDE, at & -at) for i, at in enumerate(map(address_of, buffers)) if at % WIDE}
+    if table is None or any(align < table.alignment.get(i, WIDE) for i, align in needed.items()):
+        table = Table(moves, device, alignment=needed)
+    table.bind(buffers)
+    return table
 
 
 class _Touched:

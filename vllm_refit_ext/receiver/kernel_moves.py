@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vllm_refit_ext.core.coded import PLAIN, Coding, coding_of
@@ -19,6 +20,7 @@ from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.kernels.memory import Buffer
 from vllm_refit_ext.kernels.moves import At, CopyMove, Move, QuantizeMove, ShuffleMove, Stack, Strided
 from vllm_refit_ext.receiver.held import HeldParam
 from vllm_refit_ext.wires.coded import CODES, ScaleMoves
@@ -88,6 +90,17 @@ def number_buffers(plan: Plan, held: Mapping[str, HeldParam]) -> Numbering:
             found.scales[buffer.name] = list(range(at, at + len(held[buffer.name].scales)))
             at += len(held[buffer.name].scales)
     return found
+
+
+def target_buffers(
+    plan: Plan, numbers: Numbering, params: Mapping[str, torch.Tensor], held: Mapping[str, HeldParam]
+) -> list[Buffer]:
+    """Buffers of a table as `numbers` has them: the source buffers of `plan`, empty, then the live tensors."""
+    found: dict[int, torch.Tensor] = {n: params[name] for name, n in numbers.plain.items()}
+    for name, number in numbers.values.items():
+        found[number] = held[name].values
+        found |= dict(zip(numbers.scales[name], held[name].scales, strict=True))
+    return [*[0] * len(plan.sources), *(found[n] for n in sorted(found))]
 
 
 def kernel_moves(plan: Plan, held: Mapping[str, HeldParam]) -> KernelMoves:

@@ -17,19 +17,14 @@ from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, PLAIN, dequantise
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.kernels import twin
-from vllm_refit_ext.kernels.memory import Buffer, address_of
 from vllm_refit_ext.kernels.moves import At, Stack
 from vllm_refit_ext.kernels.mxfp8 import check_finite
-from vllm_refit_ext.kernels.table import Table
+from vllm_refit_ext.kernels.table import Table, bound
 from vllm_refit_ext.kernels.verify import verify
 from vllm_refit_ext.receiver.held import HeldParam
-from vllm_refit_ext.receiver.kernel_moves import KernelMoves, Side, kernel_moves, matrices
+from vllm_refit_ext.receiver.kernel_moves import KernelMoves, Side, kernel_moves, matrices, target_buffers
 from vllm_refit_ext.wires.boxes import Content, Memory, as_bytes, box_view, source_view, target_view
 from vllm_refit_ext.wires.coded import CODES, ScaleMoves, along_k, dequantise, gather_scales
-
-ALIGNED = 16
-"""Bytes; a source whose address is a multiple of it takes the fast kernels."""
-
 
 UPLOAD_BYTES = 256 << 20
 """Bytes of source buffers that are brought to the device at a time when they lie on the host; a larger buffer comes alone."""
@@ -77,7 +72,6 @@ class KernelWriter:
         self._dequantised: list[int] = np.flatnonzero(codes).tolist()
         self._used: list[int] = np.unique(self.plan.source).tolist()
         self._table: Table | None = None
-        self._alignment: dict[int, int] = {}
         self._token: object = None
         self._parts: list[tuple[KernelWriter, list[int]]] = []
 
@@ -116,9 +110,10 @@ class KernelWriter:
         """Recompute up to `sample` of the moves by the reference and compare bytes. Returns how many; raises VerifyError."""
         if not self._moves:
             return 0
-        unused = torch.empty(0, dtype=torch.uint8, device=self.device)
-        sources = [reader.memory(n) if n in self._used else unused for n in range(len(self.plan.sources))]
-        report = verify(self._moves, [*sources, *self._targets()], sample=sample, seed=seed)
+        buffers = target_buffers(self.plan, self._numbers, self._params, self._held)
+        for number in self._used:
+            buffers[number] = reader.memory(number)
+        report = verify(self._moves, buffers, sample=sample, seed=seed)
         report.raise_if_wrong()
         return report.moves
 
@@ -150,25 +145,13 @@ class KernelWriter:
         token = getattr(reader, "token", None)
         if self._table is not None and token is not None and token == self._token:
             return self._table
-        buffers: list[Buffer] = [0] * (len(self.plan.sources))
+        buffers = target_buffers(self.plan, self._numbers, self._params, self._held)
         address = getattr(reader, "address", None) if self.device.type == "cuda" else None
         for number in self._used:
             buffers[number] = address(number) if address is not None else reader.memory(number)
-        buffers += self._targets()
-        needed = {i: min(ALIGNED, at & -at) for i, at in enumerate(map(address_of, buffers)) if at % ALIGNED}
-        if self._table is None or any(needed.get(i, ALIGNED) < self._alignment.get(i, ALIGNED) for i in needed):
-            self._alignment = needed
-            self._table = Table(self._moves, self.device, alignment=needed)
-        self._table.bind(buffers)
+        self._table = bound(self._moves, self.device, buffers, self._table)
         self._token = token
         return self._table
-
-    def _targets(self) -> list[Buffer]:
-        found: dict[int, torch.Tensor] = {n: self._params[name] for name, n in self._numbers.plain.items()}
-        for name, number in self._numbers.values.items():
-            found[number] = self._held[name].values
-            found |= dict(zip(self._numbers.scales[name], self._held[name].scales, strict=True))
-        return [found[n] for n in sorted(found)]
 
     def _dequantise(self, move: int, reader: Memory) -> None:
         buffer = self.plan.targets[int(self.plan.target[move])]

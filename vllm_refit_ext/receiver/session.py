@@ -44,6 +44,7 @@ from vllm_refit_ext.receiver.agree import agree
 from vllm_refit_ext.receiver.anchors import Anchors
 from vllm_refit_ext.receiver.derived import Derived
 from vllm_refit_ext.receiver.fp8 import Fp8Config, parse_fp8_config
+from vllm_refit_ext.receiver.held_digests import HeldDigests
 from vllm_refit_ext.receiver.keep import patterns_of
 from vllm_refit_ext.receiver.kernel_moves import KernelMoves, kernel_moves
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
@@ -54,7 +55,7 @@ from vllm_refit_ext.receiver.versions import adapter
 from vllm_refit_ext.receiver.worker_view import WorkerView
 from vllm_refit_ext.receiver.writers import InPlaceWriter, ReloadWriter
 from vllm_refit_ext.wires import ForwardedReader, Reader, StagedReader, release, wire
-from vllm_refit_ext.wires.boxes import MODULUS, move_digest, sum_by_tensor
+from vllm_refit_ext.wires.boxes import MODULUS, move_digest
 from vllm_refit_ext.wires.cuda_ipc import is_mapped
 
 AFTERWORD_S = 5.0
@@ -77,6 +78,8 @@ class Prepared(msgspec.Struct):
     in_place_of: dict[Plan, InPlaceWriter | KernelWriter] = {}
     reload_of: dict[Plan, ReloadWriter] = {}
     """Writers of plans that a staged reader keeps from refit to refit."""
+    digests: HeldDigests | None = None
+    """What `verify` launches, once it was asked for."""
 
     def launches(self) -> int:
         """Kernels of all tables that have been built for this plan."""
@@ -432,7 +435,9 @@ class Receiver:
             if self.torn:
                 raise self.torn
             writer = prepared.in_place
-            live = sum_by_tensor(writer.plan, range(len(writer.plan)), writer.content)
+            if prepared.digests is None:
+                prepared.digests = HeldDigests(writer.plan, prepared.targets.params, prepared.targets.held, self.view.device)
+            live = prepared.digests(writer.content).get(prepared.targets.rank, {})
             staged = dict(self.staged)
             total = {name: (live.get(name, 0) + staged.get(name, 0)) % MODULUS for name in [*live, *staged]}
             digests = {name: f"{total[name]:016x}" for name in prepared.manifest.tensors if name in total}

@@ -20,6 +20,7 @@ from vllm_refit_ext.core.table import PackedPlacements, pack_placements
 from vllm_refit_ext.sender.prequantize import Prequantised
 from vllm_refit_ext.sender.source import Source
 from vllm_refit_ext.wires import Sender
+from vllm_refit_ext.wires.digests import SentDigests
 
 
 class Description(msgspec.Struct):
@@ -113,7 +114,7 @@ class Offered:
 
 class Prepared(msgspec.Struct):
     """What a sender knows after `prepare`. plan: of all ranks on rank 0, else the moves out of this one. half: of the wire, this
-    rank's. total: bytes of the whole plan. engines: on rank 0.
+    rank's. total: bytes of the whole plan. engines: on rank 0. digests: what `verify` launches, once it was asked for.
     """
 
     offered: Offered
@@ -121,6 +122,7 @@ class Prepared(msgspec.Struct):
     half: Sender
     total: int
     engines: list[EngineRanks]
+    digests: SentDigests | None = None
 
 
 def misfits(tensors: Sequence[torch.Tensor], buffers: Sequence[Buffer]) -> list[Problem]:

@@ -37,8 +37,9 @@ from vllm_refit_ext.sender.prepared import Description, EngineRanks, Offered, Pr
 from vllm_refit_ext.sender.ranks import Ranks, answer_of, as_refit_error
 from vllm_refit_ext.sender.source import Source
 from vllm_refit_ext.wires import ActiveSender, ResidentSender, wire
-from vllm_refit_ext.wires.boxes import MODULUS, Content, as_bytes, sum_by_tensor
-from vllm_refit_ext.wires.coded import PlacedScales, sent_content
+from vllm_refit_ext.wires.boxes import MODULUS, as_bytes
+from vllm_refit_ext.wires.coded import PlacedScales
+from vllm_refit_ext.wires.digests import SentDigests
 
 
 class RefitReport(msgspec.Struct, frozen=True):
@@ -313,22 +314,14 @@ class RefitSender:
     def _digests(self) -> bytes:
         prepared = self._ready("verify")
         tensors = prepared.offered.current({})
-        share = prepared.plan.for_source(self.ranks.rank)
-        placements = prepared.offered.placements
-        place = {(b.rank, b.name): i for i, b in enumerate(placements.buffers)}
-        memory = _Memory(
-            {i: as_bytes(tensors[place[b.rank, b.name]]) for i, b in enumerate(share.sources) if (b.rank, b.name) in place}
-        )
-        scales = PlacedScales(share, placements, tensors)
-
-        def content(move: int) -> Content:
-            return sent_content(share, move, memory, scales)
-
-        by_rank = {
-            int(r): sum_by_tensor(share, np.flatnonzero(share.target_rank == r).tolist(), content)
-            for r in np.unique(share.target_rank)
-        }
-        return msgspec.msgpack.encode(by_rank)
+        share = prepared.digests.plan if prepared.digests else prepared.plan.for_source(self.ranks.rank)
+        scales = PlacedScales(share, prepared.offered.placements, tensors)
+        if prepared.digests is None:
+            prepared.digests = SentDigests(share, tensors[0].device if tensors else torch.device("cpu"), scales)
+        place = {(b.rank, b.name): i for i, b in enumerate(prepared.offered.placements.buffers)}
+        used = np.unique(share.source).tolist()
+        memory = _Memory({i: as_bytes(tensors[place[share.sources[i].rank, share.sources[i].name]]) for i in used})
+        return msgspec.msgpack.encode(prepared.digests(memory, scales))
 
     def _verify_engines(self, raw: list[bytes]) -> list[bytes]:
         total: dict[int, dict[str, int]] = {}

@@ -20,6 +20,8 @@ from vllm_refit_ext.wires.boxes import Content, Memory, as_bytes, box_view, sour
 
 CODES = "float8_e4m3fn"
 Ints = tuple[int, ...]
+Where = tuple[Int, Int, int, int, Int]
+"""A box of scales: lo [D], hi [D], in blocks; source buffer, byte offset, byte strides [D]."""
 
 
 class Pieces(msgspec.Struct):
@@ -35,6 +37,8 @@ class Pieces(msgspec.Struct):
 
 class ScaleMoves:
     """The moves of travelling scales, found by the tensor and parameter that they belong to."""
+
+    extra: Sequence[torch.Tensor] = ()
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -57,14 +61,12 @@ class ScaleMoves:
         """Start [D] and extent of the box of scales of `move`, whole blocks."""
         return blocks_of(self.plan, move)
 
-    def boxes(self, move: int, reader: Memory) -> Iterator[tuple[Int, Int, torch.Tensor]]:
-        """Every box (lo [D], hi [D], uint8 bytes) that may hold scales of `move`."""
+    def where(self, move: int) -> Iterator[Where]:
+        """Every box that may hold scales of `move`."""
+        plan = self.plan
         for other in self.of(move):
-            yield (
-                self.plan.lo[other],
-                self.plan.lo[other] + self.plan.extent[other],
-                source_view(self.plan, other, reader).view(torch.uint8),
-            )
+            lo, at = plan.lo[other], int(plan.source_offset[other])
+            yield lo, lo + plan.extent[other], int(plan.source[other]), at, plan.source_strides[other]
 
     def pieces(self, moves: Int) -> Pieces:
         """Cut `moves` (int64 [n], boxes of codes) where their scales are cut. Those of which scales are missing, or whose cut
@@ -105,35 +107,31 @@ class ScaleMoves:
 
 
 class PlacedScales:
-    """The scales that a trainer rank itself holds, which may not be those that travel: another replica may send these."""
+    """The scales that a trainer rank itself holds, which may not be those that travel: another replica may send these.
+
+    extra: its tensors; their numbers come behind those of the plan's source buffers.
+    """
 
     def __init__(self, plan: Plan, placements: Placements, tensors: Sequence[torch.Tensor]) -> None:
         """plan: any share of it that has this rank's codes. placements, tensors: what this rank offers."""
-        self._plan, self._placements, self._tensors = plan, placements, tensors
-        self._rows: dict[str, list[int]] = {}
-        travelling = {spec.scale for spec in plan.manifest.tensors.values() if spec.scale}
-        for row in range(len(placements)) if travelling else ():
-            name = placements.names[placements.tensor[row]]
-            if name in travelling:
-                self._rows.setdefault(name, []).append(row)
+        self.plan, self.extra = plan, tensors
+        self._placements = placements.widened(plan.lo.shape[1])
+        self._rows: dict[int, list[int]] = {}
+        index = {plan.names[t]: t for t in plan.scale_of[plan.scale_of >= 0].tolist()}
+        for row, name in enumerate(placements.names[t] for t in placements.tensor.tolist()) if index else ():
+            if name in index:
+                self._rows.setdefault(index[name], []).append(row)
 
     def blocks(self, move: int) -> tuple[Int, Ints]:
         """Start [D] and extent of the box of scales of `move`, whole blocks."""
-        return blocks_of(self._plan, move)
+        return blocks_of(self.plan, move)
 
-    def boxes(self, move: int, reader: Memory) -> Iterator[tuple[Int, Int, torch.Tensor]]:
-        """Every box (lo [D], hi [D], uint8 bytes) of the scales of `move`'s tensor."""
-        depth = self._plan.lo.shape[1]
-        name = self._plan.names[int(self._plan.tensor[move])]
-        table = self._placements.widened(depth)
-        for row in self._rows.get(self._plan.manifest.tensors[name].scale, ()):
-            lo, hi = table.lo[row, :depth], table.hi[row, :depth]
-            memory = as_bytes(self._tensors[int(table.buffer[row])])
-            yield (
-                lo,
-                hi,
-                box_view(memory, torch.uint8, int(table.offset[row]), (hi - lo).tolist(), table.strides[row, :depth].tolist()),
-            )
+    def where(self, move: int) -> Iterator[Where]:
+        """Every box of the scales of `move`'s tensor."""
+        table, depth = self._placements, self.plan.lo.shape[1]
+        for row in self._rows.get(int(self.plan.scale_of[self.plan.tensor[move]]), ()):
+            number = len(self.plan.sources) + int(table.buffer[row])
+            yield table.lo[row, :depth], table.hi[row, :depth], number, int(table.offset[row]), table.strides[row, :depth]
 
 
 def blocks_of(plan: Plan, move: int) -> tuple[Int, Ints]:
@@ -154,7 +152,10 @@ def gather_scales(plan: Plan, move: int, found: ScaleMoves | PlacedScales, reade
     device = reader.memory(int(plan.source[move])).device
     scales = torch.zeros(shape, dtype=torch.uint8, device=device)
     filled = 0
-    for first, last, box in found.boxes(move, reader):
+    for first, last, number, offset, strides in found.where(move):
+        own = number - len(plan.sources)
+        memory = reader.memory(number) if own < 0 else as_bytes(found.extra[own])
+        box = box_view(memory, torch.uint8, offset, (last - first).tolist(), strides.tolist())
         a, b = np.maximum(lo, first), np.minimum(lo + shape, last)
         if (b <= a).any():
             continue
@@ -162,14 +163,14 @@ def gather_scales(plan: Plan, move: int, found: ScaleMoves | PlacedScales, reade
         scales[tuple(slice(int(x), int(y)) for x, y in zip(a - lo, b - lo, strict=True))] = box[inner]
         filled += int(np.prod(b - a))
     if filled < int(np.prod(shape)):
-        name = plan.names[int(plan.tensor[move])]
-        raise LayoutError(
-            "scales of a part of it do not travel to this rank",
-            where=name,
-            got=f"{filled} blocks",
-            wanted=f"{int(np.prod(shape))}",
-        )
+        raise scales_missing(plan, move, filled, int(np.prod(shape)))
     return scales
+
+
+def scales_missing(plan: Plan, move: int, got: int, wanted: int) -> LayoutError:
+    """The error for codes of which some blocks have no scales here."""
+    what, name = "scales of a part of it do not travel to this rank", plan.names[int(plan.tensor[move])]
+    return LayoutError(what, where=name, got=f"{got} blocks", wanted=str(wanted))
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, axis: int, skip: int, dtype: torch.dtype) -> torch.Tensor:
