@@ -70,7 +70,7 @@ def test_a_trainer_that_stops_is_noticed(engine):
 
     def stop_at_four(number, message):
         if number == 4:
-            sender._sender._ring.words.stop()
+            sender._sender._ring.words.stop(sender._sender._ring.info.epoch)
             raise RefitError("the trainer fails here")
         pack(number, message)
 

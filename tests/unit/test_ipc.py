@@ -60,7 +60,7 @@ def device(monkeypatch):
     monkeypatch.setattr(ipc, "_device", lambda tensors, rank: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "device", lambda d: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda d=None: None)
-    monkeypatch.setattr(cuda_ipc, "PROCESS", "engine")
+    monkeypatch.setattr(cuda_ipc, "process", lambda: "engine")
     return stand_in
 
 
@@ -84,9 +84,9 @@ def senders(plan):
 
 
 def begin(both, held, monkeypatch):
-    monkeypatch.setattr(cuda_ipc, "PROCESS", "trainer")
+    monkeypatch.setattr(cuda_ipc, "process", lambda: "trainer")
     told = ipc.info([s.begin([t]) for s, t in zip(both, held, strict=True)])
-    monkeypatch.setattr(cuda_ipc, "PROCESS", "engine")
+    monkeypatch.setattr(cuda_ipc, "process", lambda: "engine")
     return told
 
 

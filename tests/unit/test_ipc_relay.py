@@ -115,7 +115,7 @@ class Ranks:
             except BaseException as error:  # noqa: BLE001 - raised in the test
                 failures.append(error)
                 for sender in self.senders:
-                    sender._ring.words.stop()
+                    sender._ring.words.stop(sender._ring.info.epoch)
 
         jobs = [(s.transfer, "s", told, end) for s in self.senders] + [(read, e) for e in range(len(self.plans))]
         threads = [threading.Thread(target=guarded, args=job, daemon=True) for job in jobs]

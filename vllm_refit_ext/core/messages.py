@@ -140,7 +140,8 @@ class IpcInfo(Message, frozen=True, kw_only=True):
 class RingInfo(Message, frozen=True, kw_only=True):
     """One trainer rank's ring for wire `ipc_staged`. name: of the file with the words. slots: bytes of a buffer for each engine
     rank. start: where the buffers begin in that file when they are not on a GPU. handle, device, address, process: the memory on
-    a GPU. nonce: the word that stands in the ring during this refit. site: of the trainer rank, for errors."""
+    a GPU. epoch: number of this refit among those of the ring, from 1. site: of the trainer rank, for errors. The ring's file
+    has a digest of all this but the epoch."""
 
     rank: Rank
     name: str
@@ -150,7 +151,7 @@ class RingInfo(Message, frozen=True, kw_only=True):
     device: str = ""
     address: Address = 0
     process: str = ""
-    nonce: Nonce = 0
+    epoch: Count = 0
     site: str = ""
 
 

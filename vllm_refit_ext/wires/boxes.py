@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_refit_ext.core.errors import LayoutError
+from vllm_refit_ext.core.errors import LayoutError, Problem, WireError
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.kernels.digest import digest_torch
 
@@ -59,8 +59,25 @@ def target_view(plan: Plan, move: int, memory: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8 [nbytes], sharing storage."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    """The memory of a contiguous tensor as uint8 [nbytes], sharing storage. Raises LayoutError for another tensor."""
+    if not tensor.is_contiguous():
+        raise LayoutError("a tensor is not contiguous", got=f"strides {tensor.stride()} of shape {list(tensor.shape)}")
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def addresses_of(tensors: Sequence[torch.Tensor], used: Sequence[int], where: str) -> list[int]:
+    """Addresses of the tensors numbered `used`, for one refit. Raises WireError where one is not contiguous: a plan's offsets
+    count row-major elements, whatever the tensor looked like when the plan was made."""
+    mine = [tensors[i] for i in used]
+    if not all(map(torch.Tensor.is_contiguous, mine)):
+        do = "make the parameter contiguous again (`.contiguous()`), or prepare again"
+        problems = [
+            Problem("a tensor is no longer contiguous", f"{where}, buffer {i}", f"strides {t.stride()}", do=do)
+            for i, t in zip(used, mine, strict=True)
+            if not t.is_contiguous()
+        ]
+        raise WireError.of(problems)
+    return list(map(torch.Tensor.data_ptr, mine))
 
 
 def move_digest(plan: Plan, move: int, box: Content) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import uuid
 from typing import Any
 
@@ -15,11 +16,26 @@ import torch
 from vllm_refit_ext.core.errors import WireError
 
 HANDLE_BYTES = 64
-PROCESS = uuid.uuid4().hex
-"""A name of this process. A handle can't be opened where it was made, so a reader asks for it first."""
 _LAZY_PEER_ACCESS = 1
 _ANY_TO_ANY = 4
 _MAPPED = 13
+
+
+_unique = uuid.uuid4().hex
+
+
+def _renew() -> None:
+    global _unique
+    _unique = uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+def process() -> str:
+    """A name of this process, which no forked child has. A handle can't be opened where it was made, and addresses are good
+    nowhere else, so a reader asks for it first."""
+    return f"{_unique}-{os.getpid()}"
 
 
 class _Handle(ctypes.Structure):

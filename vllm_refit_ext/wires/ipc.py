@@ -78,7 +78,7 @@ class IpcSender:
             self._epoch, self._told = secrets.token_hex(8), False
         part = IpcRank(
             rank=self.rank,
-            process=cuda_ipc.PROCESS,
+            process=cuda_ipc.process(),
             device=cuda_ipc.device_uuid(device.index),
             epoch=self._epoch,
             nonce=nonce,
@@ -153,7 +153,7 @@ class RankMaps:
 
     def base(self, allocation: int) -> int:
         """The address of an allocation here. Raises WireError when it can't be opened or is not as large as was said."""
-        if self.process == cuda_ipc.PROCESS:
+        if self.process == cuda_ipc.process():
             return int(self.bases[allocation])
         if allocation not in self._open:
             address = cuda_ipc.open_handle(self.handles[allocation], self.device)
@@ -262,7 +262,7 @@ class IpcReader:
             raise WireError(
                 "its GPU is not visible to this engine", where=WHERE, got=told.device, wanted=", ".join(_visible()), do=do
             )
-        if told.process == cuda_ipc.PROCESS and told.device != cuda_ipc.device_uuid(self._device.index):
+        if told.process == cuda_ipc.process() and told.device != cuda_ipc.device_uuid(self._device.index):
             do = "give the engine a process of its own"
             raise WireError("trainer and engine are one process on two GPUs", where=WHERE, got=told.device, do=do)
         self._address[used] = held.places(local, nbytes)

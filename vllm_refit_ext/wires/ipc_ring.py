@@ -4,134 +4,107 @@ The buffers are device memory that is exported once, or shared memory on a CPU. 
 every engine rank how many messages are ready and how many it has done with. A trainer rank fills a buffer when what it held is
 done with; an engine rank reads message i when i + 1 are ready. `ipc_lanes` says which message lies where. All waits have a
 deadline, and each side sees when the other is gone.
+
+Every word has one writer and carries the epoch of the refit that it speaks of, so what a late rank writes or reads is never taken
+for another refit's. The file's header names everything that a message says of the ring, so a message that says otherwise is
+refused.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import mmap
-import os
+import hashlib
 import struct
 import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
+import msgspec
+import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import DeadlineError, WireError
 from vllm_refit_ext.core.messages import RingInfo
-from vllm_refit_ext.core.sites import not_shared, this_site
+from vllm_refit_ext.core.sites import this_site
 from vllm_refit_ext.wires import cuda_ipc
 from vllm_refit_ext.wires.ipc_lanes import RING
-from vllm_refit_ext.wires.shm import FOLDER, ShmPublisher
+from vllm_refit_ext.wires.shared_file import SharedFile, create, open_file
 
+HEADER = struct.Struct("<8sIi16s")  # magic, protocol, rank, seal
+MAGIC, PROTOCOL = b"REFITRNG", 2
 WORDS = 256
-"""Byte offset of the words; the header of `wires.shm` stands before them."""
+"""Byte offset of the words; the header stands before them."""
 ALIGN = 256
-_WORD = struct.Struct("<Q")
+READY, DONE, STOP, REFUSED = range(4)
+"""An engine rank's words. Messages: ready to read, done with. STOP: it gave up. REFUSED: the ring's owner has given it up. Its
+owner writes the first and the last, the engine rank the others."""
+_EPOCH, _OWNER_STOP, _FIRST = 0, 1, 2
 _SPIN_S = 1e-3
 """A bucket takes a fraction of a millisecond, less than a sleep that one asks for: so long the wait only looks."""
 _POLL_S = 50e-6
 _LOOK_S = 0.05
 
 
-class Stoppable(Protocol):
-    """Something that may end a wait for another side."""
-
-    @property
-    def stopped(self) -> bool: ...
-
-
 class Words:
-    """The words of one trainer rank, mapped by both sides."""
+    """The words of one trainer rank, mapped by both sides. epoch: number of a refit of this ring, from 1."""
 
-    def __init__(self, path: Path, engines: int, site: str = "") -> None:
-        """Map them. site: of the trainer rank. Raises WireError when the file is gone or too short."""
-        self._path, self.engines = path, engines
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise WireError(
-                "the words of a ring can't be opened",
-                where=str(path.name),
-                got=error.strerror or error,
-                do=not_shared(site),
-            ) from None
-        size = os.fstat(self._fd).st_size
-        if size < words_bytes(engines) or os.fstat(self._fd).st_uid not in (os.geteuid(), 0):
-            os.close(self._fd)
-            raise WireError(
-                "these are not the words of a ring", where=str(path.name), got=f"{size} bytes", wanted=words_bytes(engines)
-            )
-        self.memory = mmap.mmap(self._fd, size)
+    def __init__(self, file: SharedFile, engines: int) -> None:
+        self._gone = file.owner_is_gone
+        memory = np.frombuffer(file.memory, "<u8", words_bytes(engines) // 8)[WORDS // 8 :]
+        self._owner, self._engines = memory[:_FIRST], memory[_FIRST:].reshape(engines, 4)
 
-    def _at(self, engine: int, which: int) -> int:
-        return WORDS + (2 + 2 * engine + which) * _WORD.size
+    def read(self, engine: int, which: int, epoch: int) -> int:
+        """Messages that are READY or DONE for an engine rank in refit `epoch`."""
+        at, count = divmod(int(self._engines[engine, which]), 1 << 32)
+        return count if at == epoch else 0
 
-    def read(self, engine: int, which: int) -> int:
-        """Messages ready (which 0) or done (1) for an engine rank."""
-        return int(_WORD.unpack_from(self.memory, self._at(engine, which))[0])
-
-    def write(self, engine: int, which: int, value: int) -> None:
-        """Set it."""
-        _WORD.pack_into(self.memory, self._at(engine, which), value)
-
-    def clear(self, nonce: int) -> None:
-        """Begin a refit."""
-        self.memory[WORDS : words_bytes(self.engines)] = bytes(words_bytes(self.engines) - WORDS)
-        _WORD.pack_into(self.memory, WORDS, nonce)
+    def write(self, engine: int, which: int, epoch: int, count: int = 0) -> None:
+        """Set a word of refit `epoch`."""
+        self._engines[engine, which] = epoch << 32 | count
 
     @property
-    def nonce(self) -> int:
+    def epoch(self) -> int:
         """Of the refit that the ring is in."""
-        return int(_WORD.unpack_from(self.memory, WORDS)[0])
+        return int(self._owner[_EPOCH])
 
-    def stop(self) -> None:
-        """Tell the other side that this one has given up."""
-        _WORD.pack_into(self.memory, WORDS + _WORD.size, 1)
+    def begin(self, epoch: int) -> None:
+        """The owner begins a refit: no word of an earlier one counts any more."""
+        self._owner[_EPOCH] = epoch
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a side gave up."""
-        return bool(_WORD.unpack_from(self.memory, WORDS + _WORD.size)[0])
+    def stop(self, epoch: int) -> None:
+        """The owner has given up the refit, for all engine ranks."""
+        self._owner[_OWNER_STOP] = epoch
 
-    def owner_is_gone(self) -> bool:
-        """Whether the trainer rank has ended: it holds a lock as long as it lives."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-        return True
+    def stopped(self, epoch: int) -> bool:
+        """Whether the owner gave up this refit, or has gone on to another."""
+        return int(self._owner[_OWNER_STOP]) == epoch or self.epoch != epoch
 
-    def wait(self, engine: int, which: int, least: int, deadline: float, where: str, others: Sequence[Stoppable] = ()) -> None:
-        """Wait until a word is at least `least`. Raises WireError when a side is gone or gave up, DeadlineError."""
+    def given_up(self, engine: int, epoch: int) -> bool:
+        """Whether an engine rank gave up this refit, or was given up by the owner."""
+        return any(int(self._engines[engine, which]) >> 32 == epoch for which in (STOP, REFUSED))
+
+    def wait(
+        self, engine: int, which: int, least: int, epoch: int, deadline: float, where: str, stopped: Callable[[], bool]
+    ) -> None:
+        """Wait until READY or DONE is at least `least`. Raises WireError when a side is gone or gave up, DeadlineError."""
         begun = time.monotonic()
         look = begun + _LOOK_S
-        while self.read(engine, which) < least:
+        while self.read(engine, which, epoch) < least:
             now = time.monotonic()
-            if any(side.stopped for side in (self, *others)):
+            if self.stopped(epoch) or self.given_up(engine, epoch) or stopped():
                 raise WireError("the other side gave up this refit", where=where, do="see its error; refit once more")
             if now > look:
-                if which == 0 and self.owner_is_gone():
+                if which == READY and self._gone():
                     raise WireError("the trainer rank has ended", where=where, do="restart it, prepare and refit")
                 look = now + _LOOK_S
             if now > deadline:
-                what = "bytes of the trainer did not come" if which == 0 else "an engine rank did not read on"
-                raise DeadlineError(
-                    what, where=where, got=f"{self.read(engine, which)} messages", wanted=f"{least} before the deadline"
-                )
+                what = "bytes of the trainer did not come" if which == READY else "an engine rank did not read on"
+                got = f"{self.read(engine, which, epoch)} messages"
+                raise DeadlineError(what, where=where, got=got, wanted=f"{least} before the deadline")
             if now > begun + _SPIN_S:
                 time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Unmap."""
-        with contextlib.suppress(BufferError):
-            self.memory.close()
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+        """Let go of the memory: what is still written goes nowhere."""
+        self._owner, self._engines = self._owner.copy(), self._engines.copy()
 
 
 def padded(slots: Iterable[int]) -> list[int]:
@@ -141,40 +114,51 @@ def padded(slots: Iterable[int]) -> list[int]:
 
 def words_bytes(engines: int) -> int:
     """Bytes of the header and the words."""
-    return WORDS + (2 + 2 * engines) * _WORD.size
+    return WORDS + (_FIRST + 4 * engines) * 8
+
+
+def seal_of(info: RingInfo, rest: bytes) -> bytes:
+    """What a ring's header says of its message. rest: what the message says beside `info`, see `ipc_send.Share`."""
+    return hashlib.blake2b(msgspec.msgpack.encode(msgspec.structs.replace(info, epoch=0)) + rest, digest_size=16).digest()
 
 
 class RingOwner:
     """A trainer rank's ring. slots: for each engine rank the bytes of one of its RING buffers, 0 for one that reads elsewhere."""
 
-    def __init__(self, rank: int, slots: list[int], device: torch.device) -> None:
-        """Allocate and export. Raises WireError when there is no room."""
+    def __init__(self, rank: int, slots: list[int], device: torch.device, rest: bytes = b"") -> None:
+        """Allocate and export. rest: see `seal_of`. Raises WireError when there is no room."""
         self._device = device
         self._slots = padded(slots)
         self.nbytes = max(ALIGN, RING * sum(self._slots))
         start = -(-words_bytes(len(slots)) // 4096) * 4096
         on_host = device.type != "cuda"
-        self._file = ShmPublisher(rank, {}, start + (self.nbytes if on_host else 0))
-        self.words = Words(FOLDER / self._file.name, len(slots))
+        self._file = create(rank, start + (self.nbytes if on_host else 0))
+        self.words = Words(self._file, len(slots))
         self._address, handle = 0, b""
         if on_host:
-            self.memory = torch.frombuffer(self.words.memory, dtype=torch.uint8)[start:]
+            self.memory = self._file.bytes[start:]
         else:
             self._address = cuda_ipc.allocate(self.nbytes, device)
             handle = cuda_ipc.export(self._address)
             self.memory = cuda_ipc.as_tensor(self._address, self.nbytes, device)
-        uuid = "" if on_host else cuda_ipc.device_uuid(device.index)
         self.info = RingInfo(
             rank=rank,
             name=self._file.name,
             slots=self._slots,
             start=start,
             handle=handle,
-            device=uuid,
+            device="" if on_host else cuda_ipc.device_uuid(device.index),
             address=self._address,
-            process=cuda_ipc.PROCESS,
+            process=cuda_ipc.process(),
             site=this_site(),
         )
+        HEADER.pack_into(self._file.memory, 0, MAGIC, PROTOCOL, rank, seal_of(self.info, rest))
+
+    def begin(self) -> RingInfo:
+        """Begin a refit, with the next epoch. Returns what readers need."""
+        self.info = msgspec.structs.replace(self.info, epoch=self.info.epoch + 1)
+        self.words.begin(self.info.epoch)
+        return self.info
 
     def slot(self, engine: int, half: int) -> torch.Tensor:
         """Buffer `half` of an engine rank, uint8."""
@@ -182,41 +166,66 @@ class RingOwner:
 
     def close(self) -> None:
         """Free the buffers and remove the words. Readers that still map them keep the memory until they let go."""
-        self.words.stop()
+        self.words.stop(self.info.epoch)
         self.memory = torch.empty(0, dtype=torch.uint8)
         if self._address:
             cuda_ipc.free(self._address, self._device)
             self._address = 0
+        self.words.close()
         self._file.close()
 
 
 class RingReader:
-    """An engine rank's mapping of one trainer rank's ring."""
+    """An engine rank's mapping of one trainer rank's ring. `seal`: of the message that it was opened by."""
 
-    def __init__(self, info: RingInfo, device: torch.device) -> None:
-        """Map it. Raises WireError where it can't be opened."""
-        self.info, self._device, self._opened = info, device, 0
-        self.words = Words(FOLDER / info.name, len(info.slots), info.site)
+    def __init__(self, info: RingInfo, device: torch.device | None, rest: bytes) -> None:
+        """Map it. device: whose kernels read the buffers; None maps the words alone. rest: see `seal_of`.
+
+        Raises WireError where it can't be opened, or is not what the message says.
+        """
+        self._device, self._opened, self._slots = device, 0, info.slots
+        self.seal, self.memory = seal_of(info, rest), torch.empty(0, dtype=torch.uint8)
+        where = f"wire ipc_staged, ring of trainer rank {info.rank}"
         nbytes = max(ALIGN, RING * sum(info.slots))
-        if not info.handle:
-            self.memory = torch.frombuffer(self.words.memory, dtype=torch.uint8)[info.start :]
-        elif info.process == cuda_ipc.PROCESS:
-            self.memory = cuda_ipc.as_tensor(info.address, nbytes, device)
-        else:
-            self._opened = cuda_ipc.open_handle(info.handle, device)
-            self.memory = cuda_ipc.as_tensor(self._opened, nbytes, device)
+        size = words_bytes(len(info.slots)) if info.handle else info.start + nbytes
+        self._file = open_file(info.name, info.rank, size, where, info.site, write=True)
+        try:
+            self._check(where)
+            self.words = Words(self._file, len(info.slots))
+            if device is None:
+                return
+            if not info.handle:
+                self.memory = self._file.bytes[info.start :]
+            elif info.process == cuda_ipc.process():
+                self.memory = cuda_ipc.as_tensor(info.address, nbytes, device)
+            else:
+                self._opened = cuda_ipc.open_handle(info.handle, device)
+                self.memory = cuda_ipc.as_tensor(self._opened, nbytes, device)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _check(self, where: str) -> None:
+        magic, protocol, _, seal = HEADER.unpack_from(self._file.memory, 0)
+        if (magic, protocol) != (MAGIC, PROTOCOL):
+            got, wanted = f"{magic!r} {protocol}", f"{MAGIC!r} {PROTOCOL}"
+            raise WireError("these are not the words of a ring of this protocol", where=where, got=got, wanted=wanted)
+        if seal != self.seal:
+            do = "pass what the sender made; prepare again"
+            raise WireError("the message does not describe the ring that the trainer made", where=where, do=do)
 
     def slot(self, engine: int, half: int) -> torch.Tensor:
         """Buffer `half` of an engine rank, uint8."""
-        return slot_of(self.memory, self.info.slots, engine, half)
+        return slot_of(self.memory, self._slots, engine, half)
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap. Safe to call twice."""
         self.memory = torch.empty(0, dtype=torch.uint8)
-        if self._opened:
+        if self._opened and self._device is not None:
             cuda_ipc.close_handle(self._opened, self._device)
             self._opened = 0
         self.words.close()
+        self._file.close()
 
 
 def slot_of(memory: torch.Tensor, slots: list[int], engine: int, half: int) -> torch.Tensor:

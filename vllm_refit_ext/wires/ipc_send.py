@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -12,16 +12,16 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.errors import RefitError
+from vllm_refit_ext.core.errors import RefitError, WireError
 from vllm_refit_ext.core.messages import IpcStagedInfo, RingInfo
 from vllm_refit_ext.core.table import Column, unpack
 from vllm_refit_ext.kernels.moves import At, CopyMove, Strided, contiguous
 from vllm_refit_ext.kernels.table import Table
+from vllm_refit_ext.wires.boxes import addresses_of
 from vllm_refit_ext.wires.collective_group import Backend
 from vllm_refit_ext.wires.ipc_lanes import RING, Task, tasks_of
 from vllm_refit_ext.wires.ipc_relay import Flight, Meeting
-from vllm_refit_ext.wires.ipc_ring import RingOwner, Stoppable, Words
-from vllm_refit_ext.wires.shm import FOLDER
+from vllm_refit_ext.wires.ipc_ring import DONE, READY, REFUSED, RingOwner, RingReader, Words
 
 WHERE = "wire ipc_staged"
 
@@ -31,7 +31,7 @@ class Share(msgspec.Struct):
     (round, target, place in the message).
 
     trainers, engines: ranks of both sides. sites: whether the trainer ranks live on several. lanes: of the whole plan, as in the
-    message, for rank 0 alone. slots: bytes of a ring buffer for each engine rank. target, number: engine rank and round. buffer,
+    message. slots: bytes of a ring buffer for each engine rank. target, number: engine rank and round. buffer,
     at, offset: buffer of this rank, bytes from the message's start, bytes into the buffer. extent [n, D] elements, strides [n, D]
     bytes.
     """
@@ -45,6 +45,15 @@ class Share(msgspec.Struct):
     tasks: Column
     columns: list[Column]
 
+    def rest(self) -> bytes:
+        """What the message says beside the rings, for `seal_of`."""
+        return rest_of(self.bucket_bytes, self.engines, self.lanes)
+
+
+def rest_of(bucket_bytes: int, engines: int, lanes: Column | None) -> bytes:
+    """Fields of `IpcStagedInfo` that every ring's seal covers."""
+    return msgspec.msgpack.encode((bucket_bytes, engines, lanes))
+
 
 class StagedSender:
     """A trainer rank's half. `staging_bytes`: memory of its ring, with what it relays, and of the buffers that it sends from."""
@@ -54,9 +63,9 @@ class StagedSender:
         self._columns = [unpack(c) for c in share.columns]
         self._tasks = tasks_of(unpack(share.tasks))
         self._rows = list(self._rows_of())
-        used = np.unique(self._columns[2]).tolist()
-        self._device = tensors[used[0] if used else 0].device if len(tensors) else torch.device("cpu")
-        self._ring = RingOwner(rank, share.slots, self._device)
+        self._used: list[int] = np.unique(self._columns[2]).tolist()
+        self._device = tensors[self._used[0] if self._used else 0].device if len(tensors) else torch.device("cpu")
+        self._ring = RingOwner(rank, share.slots, self._device, share.rest())
         room = max((t.nbytes for t in self._tasks if t.count < 0), default=0)
         self._outbox = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in range(RING if room else 0)]
         self.staging_bytes = self._ring.nbytes + sum(t.nbytes for t in self._outbox)
@@ -65,72 +74,94 @@ class StagedSender:
         self._meeting = Meeting(rank, share.trainers, self._backend, peers) if share.sites else None
         self._tables: dict[int, Table] = {}
         self._tensors: list[torch.Tensor] = []
-        self._nonce = 0
         self._addresses: list[int] = []
         self._bound: set[int] = set()
+        self._session, self._lock = "", threading.Lock()
+        self._refused: dict[str, list[tuple[tuple[int, ...], RefitError]]] = {}
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Remember the live tensors and clear the words. Returns this rank's part of the message."""
-        self._tensors, self._nonce = list(tensors), secrets.randbits(62) | 1
-        addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        """Remember the live tensors; the ring goes on to its next epoch. Returns this rank's part of the message.
+
+        Raises WireError for tensors that are not contiguous.
+        """
+        self._tensors = list(tensors)
+        addresses = addresses_of(self._tensors, self._used, f"{WHERE}, trainer rank {self.rank}")
         if addresses != self._addresses:
             self._addresses = addresses
             self._bound.clear()
             self._tables.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._ring.words.clear(self._nonce)
-        info = msgspec.structs.replace(self._ring.info, nonce=self._nonce)
+        info = self._ring.begin()
         host, port = self._meeting.address if self._meeting is not None else ("", 0)
-        share = self._share
-        return msgspec.msgpack.encode(Part(info, share.bucket_bytes, share.engines, self._backend, share.lanes, host, port))
+        share, lanes = self._share, self._share.lanes if self.rank == 0 else None
+        return msgspec.msgpack.encode(Part(info, share.bucket_bytes, share.engines, self._backend, lanes, host, port))
 
     def transfer(self, session: str, info: IpcStagedInfo, deadline: float) -> dict[int, int]:
         """Pack, send and pass on every message when its buffer is free. deadline: time.monotonic seconds.
 
-        Returns bytes of this rank's own by engine rank. Raises WireError when an engine rank or a trainer rank gave up or rank 0
-        was told that an engine refused, DeadlineError when one does not go on.
+        An engine rank that gives up, or whose engine refuses, is left out from then on; the others get their bytes. Returns bytes
+        of this rank's own by engine rank. Raises WireError when an engine rank or a trainer rank gave up, DeadlineError when one
+        does not go on.
         """
-        mine = self._ring.words
+        epoch = self._ring.info.epoch
+        self._session = session
         if self._meeting is not None:
-            return self._travel(self._meeting, session, info, deadline)
-        lead = next(r for r in info.rings if r.rank == 0)
-        words = mine if self.rank == 0 else Words(FOLDER / lead.name, len(lead.slots), lead.site)
+            return self._travel(self._meeting, session, info, epoch, deadline)
+        lead, lost = None, None
         try:
-            return self._work(None, (words,), deadline)
+            if self.rank != 0:
+                told = next(r for r in info.rings if r.rank == 0)
+                lead = RingReader(told, None, self._share.rest()), told.epoch
+            with self._lock:
+                self._refuse_now(session)
+            side = _Side(self._ring.words, epoch, lead)
+            sent = self._work(side, deadline)
+            if side.lost:
+                lost = self._error_of(side.lost, session)
         except BaseException:
-            mine.stop()
+            self._ring.words.stop(epoch)
             raise
         finally:
-            if self.rank != 0:
-                words.close()
+            with self._lock:
+                self._session, self._refused = "", {}
+            if lead is not None:
+                lead[0].close()
+        if lost is not None:  # the others have theirs, so nothing is stopped
+            raise lost
+        return sent
 
-    def _travel(self, meeting: Meeting, session: str, info: IpcStagedInfo, deadline: float) -> dict[int, int]:
-        """`transfer` where the trainer spans sites."""
+    def _travel(self, meeting: Meeting, session: str, info: IpcStagedInfo, epoch: int, deadline: float) -> dict[int, int]:
+        """`transfer` where the trainer spans sites: whoever gives up stops all, since messages of all engine ranks pass through
+        the same trainer ranks."""
         try:
             group = meeting.start(session, info, deadline)
-            flight = None
+            flight, side = None, _Side(self._ring.words, epoch, meeting=meeting)
             if group is not None:
-                flight = Flight(group, self._ready, lambda: meeting.stopped, deadline)
-            return self._work(flight, (meeting,), deadline)
+                flight = Flight(group, lambda task: side.ready(task), lambda: meeting.stopped, deadline)
+            return self._work(side, deadline, flight)
         except BaseException as error:
-            self._ring.words.stop()
+            self._ring.words.stop(epoch)
             told = meeting.fail(error)
             if told is error:
                 raise
             raise told from error
+        finally:
+            self._session = ""
 
-    def _work(self, flight: Flight | None, others: Sequence[Stoppable], deadline: float) -> dict[int, int]:
-        words, sent = self._ring.words, dict[int, int]()
+    def _work(self, side: _Side, deadline: float, flight: Flight | None = None) -> dict[int, int]:
+        sent: dict[int, int] = {}
         shown: dict[int, int] = {}
         number = sends = 0
         for task in self._tasks:
             if flight is not None:
                 flight.look()
+            own, number = number, number + task.own
             if task.count >= 0:
-                if flight is not None and words.read(task.target, 1) < task.after:
+                if flight is not None and not side.done(task.target, task.after):
                     flight.land()
-                words.wait(task.target, 1, task.after, deadline, self._where(task.target), others)
+                if not side.wait(task.target, task.after, deadline, self._where(task.target)):
+                    continue
                 shown[task.target] = task.count + 1
                 into = self._ring.slot(task.target, task.half)[task.at : task.at + task.nbytes]
                 if not task.own:
@@ -142,8 +173,7 @@ class StagedSender:
                 flight.room_to_send()
                 into = self._outbox[sends % RING][: task.nbytes]
                 sends += 1
-            self._pack(number, into)
-            number += 1
+            self._pack(own, into)
             sent[task.target] = sent.get(task.target, 0) + task.nbytes
             if task.count < 0:
                 assert flight is not None
@@ -151,25 +181,39 @@ class StagedSender:
             elif flight is not None:
                 flight.packed(task)
             else:
-                self._ready(task)
+                side.ready(task)
         if flight is not None:
             flight.land()
         for target, count in shown.items():
-            words.wait(target, 1, count, deadline, self._where(target), others)
+            side.wait(target, count, deadline, self._where(target))
         return sent
+
+    def _error_of(self, lost: set[int], session: str) -> RefitError:
+        """Why engine ranks got no bytes: what their engines said, else that they gave up."""
+        known = [error for ranks, error in self._refused.get(session, []) if lost & set(ranks or lost)]
+        if known:
+            return type(known[0]).of([p for error in known for p in error.problems])
+        names = ", ".join(f"engine rank {rank}" for rank in sorted(lost))
+        return WireError("it gave up this refit", where=f"{WHERE}, {names}", do="see its error; refit once more")
 
     def _where(self, target: int) -> str:
         return f"{WHERE}, trainer rank {self.rank} to engine rank {target}"
 
-    def _ready(self, task: Task) -> None:
-        """Show the message of a task to its reader."""
-        self._ring.words.write(task.target, 0, task.count + 1)
-
-    def refuse(self, session: str, error: RefitError, deadline: float) -> None:
-        """On rank 0: an engine's call failed; every rank that packs stops."""
+    def refuse(self, session: str, error: RefitError, deadline: float, ranks: Sequence[int] = ()) -> None:
+        """On rank 0: the call of the engine with these `ranks` failed; nobody waits for them in `session`. None: for nobody."""
         if self._meeting is not None:  # first, so that the other sites hear of this cause and not of what follows from it
             self._meeting.refuse(session, error, deadline)
-        self._ring.words.stop()
+        with self._lock:
+            self._refused.setdefault(session, []).append((tuple(ranks), error))
+            if session == self._session:
+                self._refuse_now(session)
+
+    def _refuse_now(self, session: str) -> None:
+        """Say in the ring what was refused in `session`, and forget the refusals of others."""
+        self._refused = {session: self._refused.get(session, [])}
+        for ranks, _ in self._refused[session]:
+            for rank in ranks or range(self._share.engines):
+                self._ring.words.write(rank, REFUSED, self._ring.info.epoch)
 
     def _rows_of(self) -> Iterator[range]:
         """The pieces of each of this rank's own messages, in the order of its tasks."""
@@ -207,9 +251,54 @@ class StagedSender:
     def close(self) -> None:
         """Free the ring and leave the group. Safe to call twice."""
         self._ring.close()
-        self._outbox = []
+        self._tables, self._tensors, self._outbox, self._addresses = {}, [], [], []
+        self._bound.clear()
         if self._meeting is not None:
             self._meeting.close()
+
+
+class _Side:
+    """What a trainer rank sees in one refit: the words of its own ring, and either those of rank 0's or the meeting. lost: engine
+    ranks that gave up or were refused."""
+
+    def __init__(
+        self, words: Words, epoch: int, lead: tuple[RingReader, int] | None = None, meeting: Meeting | None = None
+    ) -> None:
+        self._words, self._epoch, self._lead, self._meeting = words, epoch, lead, meeting
+        self.lost: set[int] = set()
+
+    def ready(self, task: Task) -> None:
+        """Show the message of a task to its reader."""
+        self._words.write(task.target, READY, self._epoch, task.count + 1)
+
+    def done(self, target: int, least: int) -> bool:
+        """Whether an engine rank is done with so many messages."""
+        return self._words.read(target, DONE, self._epoch) >= least
+
+    def wait(self, target: int, least: int, deadline: float, where: str) -> bool:
+        """Wait for `done`; False for a rank that is lost. Raises WireError, DeadlineError where the refit ends for all."""
+        if target not in self.lost and not self._given_up(target):
+            try:
+                self._words.wait(target, DONE, least, self._epoch, deadline, where, lambda: self._stops(target))
+            except WireError:
+                if self._meeting is not None or not self._given_up(target):
+                    raise
+            else:
+                return True
+        if self._meeting is not None:
+            raise WireError("it gave up this refit", where=where, do="see its error; refit once more")
+        self.lost.add(target)
+        self._words.write(target, REFUSED, self._epoch)
+        return False
+
+    def _given_up(self, target: int) -> bool:
+        words, epoch = (self._lead[0].words, self._lead[1]) if self._lead is not None else (self._words, self._epoch)
+        return self._words.given_up(target, self._epoch) or words.given_up(target, epoch)
+
+    def _stops(self, target: int) -> bool:
+        if self._meeting is not None:
+            return self._meeting.stopped
+        return self._given_up(target) or (self._lead is not None and self._lead[0].words.stopped(self._lead[1]))
 
 
 class Part(msgspec.Struct):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.dtypes import ITEMSIZE
-from vllm_refit_ext.core.errors import ConfigError, WireError
+from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.messages import IpcStagedInfo, RingInfo, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
@@ -31,8 +31,8 @@ from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES
 from vllm_refit_ext.wires.collective_rounds import Rounds, rounds
 from vllm_refit_ext.wires.ipc_lanes import Seat, schedule, seats, table_of
-from vllm_refit_ext.wires.ipc_ring import RingReader, padded
-from vllm_refit_ext.wires.ipc_send import WHERE, Part, Share, StagedSender
+from vllm_refit_ext.wires.ipc_ring import DONE, READY, STOP, RingReader, padded, seal_of
+from vllm_refit_ext.wires.ipc_send import WHERE, Part, Share, StagedSender, rest_of
 
 
 class StagedRounds:
@@ -42,9 +42,9 @@ class StagedRounds:
     seats: where each message lies. slots: bytes of a buffer in each ring.
     """
 
-    def __init__(self, plan: Plan, bucket_bytes: int, device: torch.device, relay: Mapping[int, int]) -> None:
+    def __init__(self, plan: Plan, bucket_bytes: int, device: torch.device, relay: dict[int, int]) -> None:
         """relay: source -> the trainer rank whose ring its messages lie in, where that is not its own."""
-        self.relay = dict(relay)
+        self.key, self.relay = (bucket_bytes, device, relay), relay
         self.rounds: Rounds = rounds(plan, bucket_bytes)
         self.rank = plan.targets[0].rank if plan.targets else 0
         self._dtypes = sorted({b.dtype for b in plan.sources})
@@ -96,16 +96,17 @@ class StagedRounds:
 
 
 class StagedIpcReader:
-    """An engine rank's half, for one refit. rings, told: by trainer rank, relays included. `token` changes with any address."""
+    """An engine rank's half, for one refit. rings: by trainer rank, relays included. epochs: of this refit. `token` changes with
+    any address."""
 
-    def __init__(self, laid: StagedRounds, rings: dict[int, RingReader], told: dict[int, RingInfo]) -> None:
-        self._laid, self._rings, self._told = laid, rings, told
+    def __init__(self, laid: StagedRounds, rings: dict[int, RingReader], epochs: dict[int, int]) -> None:
+        self._laid, self._rings, self._epochs = laid, rings, epochs
         self.whole, self.steps = laid.whole, laid.steps
         self.received: dict[int, int] = {}
         self._here: dict[int, torch.Tensor] = {}
         self._next, self._deadline, self._done = 0, 0.0, False
         # Addresses change only with the rings themselves.
-        self.token = tuple((s, ring.info.name) for s, ring in rings.items())
+        self.token = tuple((owner, ring.seal) for owner, ring in rings.items())
 
     def start(self, deadline: float) -> None:
         """Nothing to meet: the words of the rings say what is there. deadline: time.monotonic seconds."""
@@ -130,14 +131,13 @@ class StagedIpcReader:
         number, source, nbytes = self._laid.messages[self._next]
         for old in [m for m in self._here if self._laid.messages[m][0] < number]:
             self._give_up(old)
-        seat = self._laid.seats[self._next]
+        seat, rank = self._laid.seats[self._next], self._laid.rank
         ring, over = self._rings[seat.owner], f", relayed by trainer rank {seat.owner}" if seat.owner != source else ""
-        where = f"{WHERE}, engine rank {self._laid.rank} from trainer rank {source}{over}"
-        ring.words.wait(self._laid.rank, 0, seat.count + 1, self._deadline, where)
-        self._check(seat.owner)
+        where = f"{WHERE}, engine rank {rank} from trainer rank {source}{over}"
+        ring.words.wait(rank, READY, seat.count + 1, self._epochs[seat.owner], self._deadline, where, lambda: False)
         # Seen as several dtypes, so it ends where all of them do; buffers are that long.
         (size,) = padded([nbytes])
-        memory = ring.slot(self._laid.rank, seat.half)[seat.at : seat.at + size]
+        memory = ring.slot(rank, seat.half)[seat.at : seat.at + size]
         self.received[source] = self.received.get(source, 0) + nbytes
         self._here[self._next] = memory
         kept = self._laid.kept(self._next)
@@ -152,37 +152,41 @@ class StagedIpcReader:
         """Let the trainer fill the buffer again. Writers wait for their kernels, so nothing reads it any more."""
         del self._here[message]
         seat = self._laid.seats[message]
-        self._rings[seat.owner].words.write(self._laid.rank, 1, seat.count + 1)
-
-    def _check(self, owner: int) -> None:
-        got, wanted = self._rings[owner].words.nonce, self._told[owner].nonce
-        if got != wanted:
-            do = "refit once more"
-            raise WireError(
-                "the ring belongs to another refit", where=f"{WHERE}, trainer rank {owner}", got=got, wanted=wanted, do=do
-            )
+        self._rings[seat.owner].words.write(self._laid.rank, DONE, self._epochs[seat.owner], seat.count + 1)
 
     def confirm(self) -> None:
         """Raise WireError when rounds were left or a ring went on to another refit. Then the trainer may go on."""
         if self._next != len(self._laid.messages):
             raise WireError("the writers left rounds unread", where=WHERE, got=self._next, wanted=len(self._laid.messages))
-        for owner in self._rings:
-            self._check(owner)
+        _check_epochs(self._rings, self._epochs)
         for message in list(self._here):
             self._give_up(message)
         self._done = True
 
     def close(self) -> None:
-        """Stop the trainer unless everything was read."""
+        """Tell the trainer that this rank has given up, unless everything was read."""
         if not self._done:
             for owner, ring in self._rings.items():
-                if ring.words.nonce == self._told[owner].nonce:
-                    ring.words.stop()
+                ring.words.write(self._laid.rank, STOP, self._epochs[owner])
         self._here = {}
 
 
+def _check_epochs(rings: Mapping[int, RingReader], epochs: Mapping[int, int]) -> None:
+    """Raise WireError where a ring is in another refit than its epoch here, or its owner gave this one up."""
+    do = "refit once more"
+    problems = [
+        Problem("the ring belongs to another refit", f"{WHERE}, trainer rank {o}", str(r.words.epoch), str(epochs[o]), do)
+        if r.words.epoch != epochs[o]
+        else Problem("it gave up this refit", f"{WHERE}, trainer rank {o}", do="see its error; refit once more")
+        for o, r in rings.items()
+        if r.words.stopped(epochs[o])
+    ]
+    if problems:
+        raise WireError.of(problems)
+
+
 class _Kept:
-    """What an engine rank keeps between refits."""
+    """What an engine rank keeps between refits: of the last message that was accepted."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
@@ -213,7 +217,7 @@ def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[b
                 len(travels),
                 bucket_bytes,
                 several,
-                table if rank == 0 else None,
+                table,
                 slots[rank],
                 pack(table_of(tasks[rank])),
                 _pieces(travels, plan, rank),
@@ -288,27 +292,40 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> StagedI
             wanted=f"below {told.engines}",
             do="prepare again",
         )
-    held = kept.setdefault("ipc_staged", _Kept())
+    held: _Kept = kept.setdefault("ipc_staged", _Kept())
     on_gpu = any(r.handle for r in told.rings)
     if on_gpu and not torch.cuda.is_available():
         raise ConfigError("the trainer's ring is on a GPU and this engine has none", where=WHERE, do="use the wire shm")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    relay = _relays(told, ranks)
-    if held.laid is None or held.plan is not plan or held.laid.relay != relay:
-        held.close()
-        held.plan, held.laid = plan, StagedRounds(plan, told.bucket_bytes, device, relay)
+    key = told.bucket_bytes, device, _relays(told, ranks)
+    laid = held.laid if held.laid is not None and held.plan is plan and held.laid.key == key else StagedRounds(plan, *key)
     by_rank = {r.rank: r for r in told.rings}
-    _check_rings(held.laid, by_rank)
-    for owner in held.laid.slots:
-        ring, now = held.rings.get(owner), by_rank[owner]
-        if ring is None or msgspec.structs.replace(ring.info, nonce=0) != msgspec.structs.replace(now, nonce=0):
-            if ring is not None:
-                ring.close()
-            held.rings[owner] = RingReader(now, device)
-    reader = StagedIpcReader(held.laid, {s: held.rings[s] for s in held.laid.slots}, by_rank)
-    for owner in held.laid.slots:
-        reader._check(owner)
-    return reader
+    if len(by_rank) < len(told.rings):
+        raise WireError("two rings were named for one trainer rank", where=WHERE, got=[r.rank for r in told.rings])
+    _check_rings(laid, by_rank)
+    rest, opened, problems = rest_of(told.bucket_bytes, told.engines, told.lanes), dict[int, RingReader](), list[Problem]()
+    for owner in laid.slots:
+        ring = held.rings.get(owner)
+        try:
+            if ring is None or ring.seal != seal_of(by_rank[owner], rest):
+                opened[owner] = RingReader(by_rank[owner], device, rest)
+        except WireError as error:
+            problems += error.problems
+    rings = {owner: opened[owner] if owner in opened else held.rings[owner] for owner in laid.slots if not problems}
+    epochs = {owner: by_rank[owner].epoch for owner in rings}
+    try:
+        if problems:
+            raise WireError.of(problems)
+        _check_epochs(rings, epochs)
+    except WireError:
+        for ring in opened.values():
+            ring.close()
+        raise
+    for owner, ring in held.rings.items():
+        if rings.get(owner) is not ring:
+            ring.close()
+    held.plan, held.laid, held.rings = plan, laid, rings
+    return StagedIpcReader(laid, rings, epochs)
 
 
 def _relays(told: IpcStagedInfo, ranks: set[int]) -> dict[int, int]:

@@ -12,19 +12,11 @@ trainer dies.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import mmap
+import hashlib
 import os
-import re
 import secrets
-import stat
 import struct
-import warnings
-import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,15 +27,14 @@ from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.messages import Segment, ShmInfo, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.core.sites import Sites, not_shared, this_site
+from vllm_refit_ext.core.sites import Sites, this_site
 from vllm_refit_ext.core.table import Column, pack, unpack
+from vllm_refit_ext.wires.shared_file import SharedFile, create, open_file
 
-FOLDER = Path("/dev/shm")
-HEADER = struct.Struct("<8sIIQQiI24x")  # magic, protocol, state, nonce, nbytes, rank, pid
-MAGIC, PROTOCOL = b"REFITSHM", 1
+HEADER = struct.Struct("<8sIIQQiI16s8x")  # magic, protocol, state, nonce, nbytes, rank, pid, seal
+MAGIC, PROTOCOL = b"REFITSHM", 2
 FILLING, COMPLETE = 0, 1
 ALIGN = 256
-_NAME = re.compile(r"refit-(\d+)-(\d+)-[0-9a-f]{16}-r(\d+)")
 
 
 def segment_offsets(buffers: Sequence[Buffer], used: Int) -> tuple[Int, dict[int, int]]:
@@ -64,36 +55,15 @@ def segment_offsets(buffers: Sequence[Buffer], used: Int) -> tuple[Int, dict[int
 class ShmPublisher:
     """A trainer rank's segment. `publish` fills it; `close` removes it."""
 
-    def __init__(self, rank: int, offsets: Mapping[int, int], nbytes: int) -> None:
-        """offsets: byte offset in the segment of each buffer, by any key that `publish` will use. nbytes: of the segment.
+    def __init__(self, rank: int, offsets: Mapping[int, int], nbytes: int, seal: bytes = b"") -> None:
+        """offsets: byte offset in the segment of each buffer, by any key that `publish` will use. nbytes: of the segment. seal:
+        see `seal_of`; without it a reader can't tell other offsets from these.
 
         Raises WireError when shared memory has too little room; nothing is left behind then.
         """
-        remove_stale_segments()
-        self.rank, self.nbytes, self._offsets = rank, max(nbytes, HEADER.size), dict(offsets)
-        self.name = f"refit-{os.geteuid()}-{os.getpid()}-{secrets.token_hex(8)}-r{rank}"
-        path = FOLDER / self.name
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            # Held while this process lives: a segment whose lock is free is a leftover, whatever pid namespace its owner was in.
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            # Reserved now: a file that grows page by page would end the process with SIGBUS when shared memory is full.
-            os.posix_fallocate(fd, 0, self.nbytes)
-            self._map = mmap.mmap(fd, self.nbytes)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            os.close(fd)
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise
-            free = os.statvfs(FOLDER)
-            room = f"{free.f_bavail * free.f_frsize} bytes free in {FOLDER}"
-            do = "give the container more shared memory, or use another wire"
-            raise WireError(
-                "shared memory is too small", where=f"trainer rank {rank}", got=room, wanted=f"{nbytes} bytes", do=do
-            ) from None
-        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        # Runs at collection and at exit, so that only a killed process leaves its segment behind.
-        self._remove = weakref.finalize(self, _remove, path, fd, os.getpid())
+        self.rank, self.nbytes, self._offsets, self._seal = rank, max(nbytes, HEADER.size), dict(offsets), seal
+        self._file = create(rank, self.nbytes)
+        self.name = self._file.name
 
     def publish(self, tensors: Mapping[int, torch.Tensor]) -> Segment:
         """Copy each tensor to its place; keys are those of `offsets`. Any device, any strides. Returns what readers need."""
@@ -102,57 +72,77 @@ class ShmPublisher:
         for key, at in self._offsets.items():
             source = tensors[key].detach()
             nbytes = source.numel() * source.element_size()
-            place = self._memory[at : at + nbytes].view(source.dtype).view(source.shape)
+            place = self._file.bytes[at : at + nbytes].view(source.dtype).view(source.shape)
             place.copy_(source)
         self._write_header(COMPLETE, nonce)
         return Segment(rank=self.rank, name=self.name, nbytes=self.nbytes, nonce=nonce, site=this_site())
 
     def _write_header(self, state: int, nonce: int) -> None:
-        HEADER.pack_into(self._map, 0, MAGIC, PROTOCOL, state, nonce, self.nbytes, self.rank, os.getpid())
+        HEADER.pack_into(self._file.memory, 0, MAGIC, PROTOCOL, state, nonce, self.nbytes, self.rank, os.getpid(), self._seal)
 
     def close(self) -> None:
         """Remove the segment's name. Readers that mapped it keep it until they let go. Safe to call twice."""
-        self._remove()
+        self._file.close()
+
+
+def seal_of(offsets: Int) -> bytes:
+    """What a segment's header says of where its rank's buffers lie: 16 bytes. A message that says otherwise is refused."""
+    return hashlib.blake2b(np.ascontiguousarray(offsets, "<i8").tobytes(), digest_size=16).digest()
+
+
+class _Maps:
+    """Segments that stay mapped between refits, by name."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, SharedFile] = {}
+
+    def close(self) -> None:
+        """Let go of all."""
+        for file in self.files.values():
+            file.close()
+        self.files = {}
 
 
 class ShmReader:
     """An engine rank's view of all segments of one refit."""
 
-    def __init__(self, info: ShmInfo, buffers: Sequence[Buffer], used: Int, mapped: dict[str, mmap.mmap] | None = None) -> None:
+    def __init__(
+        self, info: ShmInfo, buffers: Sequence[Buffer], used: Int, mapped: Mapping[str, SharedFile] | None = None
+    ) -> None:
         """Map the segments that hold the buffers in `used` (int64 indices) and check every header.
 
         mapped: mappings kept from an earlier refit, by name. Raises WireError listing every segment that is missing, foreign,
         stale or too short; no new mapping is left open then.
         """
         self._segments = {s.rank: s for s in info.segments}
-        self._buffers, self._offsets = list(buffers), unpack(info.offsets)
-        self.maps: dict[str, mmap.mmap] = {}
-        problems = self._problems_of_offsets(used)
+        self._buffers = list(buffers)
+        self.maps: dict[str, SharedFile] = {}
+        problems = self._problems_of_offsets(info, used)
         ranks = sorted({self._buffers[i].rank for i in np.unique(used)}) if not problems else []
+        owner = np.array([b.rank for b in self._buffers], np.int64)
         for rank in ranks:
             segment = self._segments[rank]
             try:
                 self.maps[segment.name] = (mapped or {}).get(segment.name) or _open(segment)
-                self._check(segment)
+                self._check(segment, seal_of(self._offsets[owner == rank]))
             except WireError as error:
                 problems += error.problems
         if problems:
-            self._memory: dict[int, torch.Tensor] = {}
             for name in set(self.maps) - set(mapped or {}):
                 self.maps[name].close()
             raise WireError.of(problems, f"wire shm: {len(problems)} problem(s), nothing was written")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the memory is read-only, and nothing here writes to it
-            self._memory = {r: torch.frombuffer(self.maps[self._segments[r].name], dtype=torch.uint8) for r in ranks}
+        self._memory = {r: self.maps[self._segments[r].name].bytes for r in ranks}
 
-    def _problems_of_offsets(self, used: Int) -> list[Problem]:
+    def _problems_of_offsets(self, info: ShmInfo, used: Int) -> list[Problem]:
+        if len(self._segments) < len(info.segments):
+            return [Problem("two segments were named for one rank", "wire shm", str([s.rank for s in info.segments]))]
+        try:
+            self._offsets = unpack(info.offsets)
+        except ValueError as error:
+            return [Problem("the offsets can't be read", "wire shm", str(error), do="pass what the publisher returned")]
         if self._offsets.shape != (len(self._buffers),):
-            got = f"{list(self._offsets.shape)} offsets"
-            return [
-                Problem(
-                    "the offsets do not fit the prepared sources", "wire shm", got, f"[{len(self._buffers)}]", "prepare again"
-                )
-            ]
+            got, wanted = f"{list(self._offsets.shape)} offsets", f"[{len(self._buffers)}]"
+            return [Problem("the offsets do not fit the prepared sources", "wire shm", got, wanted, "prepare again")]
         problems = []
         for i in np.unique(used):
             buffer, at = self._buffers[i], int(self._offsets[i])
@@ -165,9 +155,9 @@ class ShmReader:
                 problems.append(Problem("it does not lie inside its segment", where, got, wanted))
         return problems
 
-    def _check(self, segment: Segment) -> None:
-        magic, protocol, state, nonce, nbytes, rank, _ = HEADER.unpack_from(self.maps[segment.name], 0)
-        where = f"wire shm, segment {segment.name!r} of trainer rank {segment.rank}"
+    def _check(self, segment: Segment, seal: bytes | None = None) -> None:
+        magic, protocol, state, nonce, nbytes, rank, _, sealed = HEADER.unpack_from(self.maps[segment.name].memory, 0)
+        where = _where(segment)
         if magic != MAGIC or protocol != PROTOCOL:
             raise WireError(
                 "not a segment of this protocol", where=where, got=f"{magic!r} {protocol}", wanted=f"{MAGIC!r} {PROTOCOL}"
@@ -177,6 +167,8 @@ class ShmReader:
             raise WireError(
                 "the segment was refilled or belongs to another publication", where=where, got=nonce, wanted=segment.nonce, do=do
             )
+        if seal is not None and sealed.strip(b"\0") and sealed != seal:
+            raise WireError("the message names other places than the trainer filled", where=where, do="pass what it returned")
         if state != COMPLETE:
             raise WireError("the trainer has not finished filling it", where=where, do="call update_weights after publishing")
 
@@ -216,7 +208,7 @@ class _Sender:
     def __init__(self, rank: int, share: _Share) -> None:
         self._offsets = share.offsets
         used = {i: int(at) for i, at in enumerate(unpack(share.offsets)) if at >= 0}
-        self._publisher = ShmPublisher(rank, used, share.nbytes) if used else None
+        self._publisher = ShmPublisher(rank, used, share.nbytes, seal_of(unpack(share.offsets))) if used else None
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         segment = self._publisher.publish(dict(enumerate(tensors))) if self._publisher else None
@@ -251,13 +243,11 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> ShmRead
     """Map and check the segments that this rank's plan reads. Raises WireError, ConfigError."""
     if update.shm is None:
         raise ConfigError("wire shm needs the field shm", where="update_weights", do="pass what the publisher returned")
-    reader = ShmReader(
-        update.shm, plan.sources, np.unique(plan.source), {n: m for n, m in kept.items() if isinstance(m, mmap.mmap)}
-    )
-    for name in set(kept) - set(reader.maps):
-        with contextlib.suppress(BufferError):  # a view is alive: the mapping goes when the view does
-            kept.pop(name).close()
-    kept.update(reader.maps)
+    maps: _Maps = kept.setdefault("shm", _Maps())
+    reader = ShmReader(update.shm, plan.sources, np.unique(plan.source), maps.files)
+    for name in set(maps.files) - set(reader.maps):
+        maps.files[name].close()
+    maps.files = dict(reader.maps)
     return reader
 
 
@@ -266,48 +256,11 @@ def shm_info(segments: Sequence[Segment], offsets: Int) -> ShmInfo:
     return ShmInfo(segments=list(segments), offsets=pack(offsets))
 
 
-def remove_stale_segments() -> list[str]:
-    """Remove this user's segments whose owner is gone, and return their names. A killed trainer can't do it itself."""
-    gone = []
-    for path in FOLDER.glob(f"refit-{os.geteuid()}-*-r*"):
-        if not _NAME.fullmatch(path.name):
-            continue
-        with contextlib.suppress(OSError):  # ended or removed by its owner meanwhile
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                gone.append(path.name)
-            finally:
-                os.close(fd)
-    return gone
+def _where(segment: Segment) -> str:
+    return f"wire shm, segment {ascii(segment.name)[:80]} of trainer rank {segment.rank}"
 
 
-def _remove(path: Path, fd: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child must not remove its parent's segment
-        path.unlink(missing_ok=True)
-        os.close(fd)
-
-
-def _open(segment: Segment) -> mmap.mmap:
-    where = f"wire shm, segment {segment.name!r} of trainer rank {segment.rank}"
-    if not _NAME.fullmatch(segment.name):
-        raise WireError("not a name of a segment", where=where, wanted=_NAME.pattern)
-    try:
-        fd = os.open(FOLDER / segment.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        do = not_shared(segment.site)
-        raise WireError("the segment can't be opened", where=where, got=error.strerror or error, do=do) from None
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
-            raise WireError(
-                "the segment belongs to another user", where=where, got=f"uid {status.st_uid}", wanted=f"uid {os.geteuid()}"
-            )
-        if status.st_size < segment.nbytes or segment.nbytes < HEADER.size:
-            raise WireError(
-                "the segment is too short", where=where, got=f"{status.st_size} bytes", wanted=f"{segment.nbytes} bytes"
-            )
-        return mmap.mmap(fd, segment.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-    finally:
-        os.close(fd)
+def _open(segment: Segment) -> SharedFile:
+    if segment.nbytes < HEADER.size:
+        raise WireError("the segment is too short", where=_where(segment), got=segment.nbytes, wanted=f"{HEADER.size} bytes")
+    return open_file(segment.name, segment.rank, segment.nbytes, _where(segment), segment.site)

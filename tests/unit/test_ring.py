@@ -1,0 +1,271 @@
+"""The ring of wire `ipc_staged`: what is late, what is false, what is left behind. One process plays both sides."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.test_ipc_relay import Ranks, crossed
+from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError, WireError
+from vllm_refit_ext.core.messages import UpdateInfo
+from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.receiver.writers import InPlaceWriter
+from vllm_refit_ext.wires import cuda_ipc, ipc_staged, shm
+
+WAIT_S = 20.0
+
+
+def update_of(told: Any) -> UpdateInfo:
+    return UpdateInfo(wire="ipc_staged", version="v", session="s", ipc_staged=told)
+
+
+def told_of(ranks: Ranks) -> Any:
+    return ipc_staged.info([s.begin(t) for s, t in zip(ranks.senders, ranks.tensors, strict=True)])
+
+
+@pytest.fixture
+def ranks():
+    """One trainer rank and two engine ranks, several rounds each."""
+    plan, tensors, whole = crossed(1, 2)
+    found = Ranks(plan, Sites("a", "aa"), 512, tensors)
+    found.whole = whole
+    yield found
+    found.close()
+
+
+def holds(ranks: Ranks, targets: dict[str, torch.Tensor], engine: int) -> bool:
+    return all(torch.equal(targets[f"t{i}.{engine}"], t[:, engine * 8 : engine * 8 + 8]) for i, t in enumerate(ranks.whole))
+
+
+def test_a_rank_of_an_earlier_refit_gives_up_nothing_of_this_one(ranks):
+    """A reader that stalled past its refit goes on in the next one: it reads nothing, frees nothing, stops nothing."""
+    targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
+    told = told_of(ranks)
+    late = ipc_staged.open_reader(update_of(told), ranks.plans[0], {})
+    late.start(time.monotonic() + WAIT_S)
+
+    def send() -> None:
+        with pytest.raises(RefitError):
+            ranks.senders[0].transfer("s", told, time.monotonic() + 1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    late.memory(0)
+    sender.join()
+    words = ranks.senders[0]._ring.words
+    told_of(ranks)
+    epoch = words.epoch
+    for message in list(late._here):
+        late._give_up(message)
+    assert words.read(0, ipc_staged.DONE, epoch) == 0
+    with pytest.raises(WireError, match="gave up"):
+        late.memory(int(late.steps[-1].source.max()))
+    with pytest.raises(WireError):
+        late.confirm()
+    late.close()
+    assert not words.given_up(0, epoch)
+    assert not words.stopped(epoch)
+    ranks.refit(targets)
+    assert holds(ranks, targets, 0)
+    assert holds(ranks, targets, 1)
+
+
+def test_a_late_reader_frees_nothing_while_the_next_refit_runs(ranks):
+    """The case that lost two buckets: the late rank frees its slots in the middle of the next refit."""
+    told = told_of(ranks)
+    late = ipc_staged.open_reader(update_of(told), ranks.plans[0], {})
+    pack = ranks.senders[0]._pack
+
+    def disturbed(number: int, into: torch.Tensor) -> None:
+        for count in range(1, 50):
+            late._rings[0].words.write(0, ipc_staged.DONE, late._epochs[0], count)
+        late._rings[0].words.write(0, ipc_staged.STOP, late._epochs[0])
+        pack(number, into)
+
+    ranks.senders[0]._pack = disturbed
+    targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
+    ranks.refit(targets, pause=0.005)
+    assert holds(ranks, targets, 0)
+
+
+def test_a_refusal_is_of_its_session(ranks):
+    """A late failure of an old call stops nothing; one that comes before the transfer begins is not lost."""
+    sender, targets = ranks.senders[0], {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
+    pack = sender._pack
+
+    def late(number: int, into: torch.Tensor) -> None:
+        sender.refuse("old", SessionError("an old call failed"), time.monotonic() + 1)
+        pack(number, into)
+
+    sender._pack = late
+    sender.refuse("older", SessionError("an old call failed"), time.monotonic() + 1)
+    ranks.refit(targets)
+    assert holds(ranks, targets, 0)
+    told = told_of(ranks)
+    sender.refuse("s", SessionError("engine 0 has no weights"), time.monotonic() + 1)
+    begin = time.monotonic()
+    with pytest.raises(SessionError, match="no weights"):
+        sender.transfer("s", told, begin + WAIT_S)
+    assert time.monotonic() < begin + WAIT_S, "told at once"
+    assert not sender._refused.get("older"), "what is over is forgotten"
+    ranks.refit(targets)
+
+
+@pytest.mark.parametrize("how", ["refused", "gives up"])
+def test_an_engine_that_fails_leaves_the_other_one_its_bytes(how):
+    """Two trainer ranks, two engines of one rank: what one of them does is not felt by the other."""
+    plan, tensors, whole = crossed(2, 2)
+    ranks = Ranks(plan, Sites("aa", "aa"), 256, tensors)
+    ranks.whole = whole
+    told = told_of(ranks)
+    targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
+    failures: list[Exception] = []
+    end = time.monotonic() + WAIT_S
+
+    def send(sender: Any) -> None:
+        try:
+            sender.transfer("s", told, end)
+        except Exception as error:  # noqa: BLE001 - looked at below
+            failures.append(error)
+
+    threads = [threading.Thread(target=send, args=(s,)) for s in ranks.senders]
+    bad = ipc_staged.open_reader(update_of(told), ranks.plans[1], {}) if how == "gives up" else None
+    good = ipc_staged.open_reader(update_of(told), ranks.plans[0], {})
+    try:
+        for thread in threads:
+            thread.start()
+        if bad is not None:
+            bad.start(end)
+            bad.memory(0)
+            bad.close()
+        else:
+            ranks.senders[0].refuse("s", SessionError("engine 1 has no weights"), end, [1])
+        good.start(end)
+        for step in good.steps:
+            for buffer in np.unique(step.source).tolist():
+                good.memory(buffer)
+            InPlaceWriter(step, targets).write(good)
+        good.confirm()
+        good.close()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert time.monotonic() < end
+    finally:
+        ranks.close()
+    assert holds(ranks, targets, 0)
+    assert len(failures) == 2, "both trainer ranks say whom they left out"
+    assert all("engine rank 1" in str(f) or "engine 1" in str(f) for f in failures), failures
+
+
+def test_a_message_that_was_refused_changes_nothing_that_is_kept(ranks):
+    targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
+    ranks.refit(targets)
+    told, kept = told_of(ranks), ranks.kept[0]
+    laid, rings = kept["ipc_staged"].laid, dict(kept["ipc_staged"].rings)
+    ring = told.rings[0]
+    for change in (
+        {"bucket_bytes": 64},
+        {"bucket_bytes": told.bucket_bytes + 1},
+        {"engines": 5},
+        {"rings": []},
+        {"rings": [ring, ring]},
+        *(
+            {"rings": [msgspec.structs.replace(ring, **c)]}
+            for c in (
+                {"epoch": ring.epoch + 1},
+                {"epoch": ring.epoch - 1},
+                {"start": ring.start + 8},
+                {"slots": [ring.slots[0], 0]},
+                {"slots": [*ring.slots, 256]},
+                {"site": "elsewhere"},
+                {"process": "x"},
+                {"rank": 1},
+                {"name": "../../tmp/x"},
+            )
+        ),
+    ):
+        with pytest.raises((WireError, ConfigError)):
+            ipc_staged.open_reader(update_of(msgspec.structs.replace(told, **change)), ranks.plans[0], kept)
+        assert kept["ipc_staged"].laid is laid
+        assert kept["ipc_staged"].rings == rings
+    ranks.refit(targets)
+    assert holds(ranks, targets, 0)
+
+
+def test_memory_of_something_else_is_no_ring(ranks, tmp_path):
+    """A segment of wire shm, of this user and this rank, is not written to; nor is a file outside shared memory."""
+    told = told_of(ranks)
+    publisher = shm.ShmPublisher(0, {0: 256}, 1 << 20)
+    publisher.publish({0: torch.ones(1000)})
+    before = publisher._file.bytes.clone()
+    outside = tmp_path / "x"
+    outside.write_bytes(bytes(1 << 20))
+    for name in (publisher.name, f"../../{outside}", str(outside)):
+        ring = msgspec.structs.replace(told.rings[0], name=name)
+        with pytest.raises(WireError):
+            ipc_staged.open_reader(update_of(msgspec.structs.replace(told, rings=[ring])), ranks.plans[0], {})
+    assert torch.equal(publisher._file.bytes, before)
+    assert not any(outside.read_bytes())
+    publisher.close()
+
+
+def test_a_parameter_that_becomes_strided_is_not_sent_as_if_it_were_not(ranks):
+    """Same memory, same shape, other strides: refused by name; back in order it is sent again."""
+    sender, tensors = ranks.senders[0], list(ranks.tensors[0])
+    square = torch.randn(64, 64)[:, :16]
+    with pytest.raises(WireError, match=r"buffer 1.*no longer contiguous|no longer contiguous.*buffer 1"):
+        sender.begin([tensors[0], square, tensors[2]])
+    sender.begin(tensors)
+
+
+def test_both_halves_leave_nothing_behind():
+    """Twenty times open and close: descriptors, files, mapped memory and threads stay what they were."""
+    plan, tensors, _ = crossed(1, 1)
+    kept: dict[str, Any] = {}
+
+    def once() -> None:
+        ranks = Ranks(plan, Sites("a", "a"), 1 << 20, tensors)
+        ranks.kept[0] = kept
+        senders.extend(ranks.senders)  # whoever holds on to a closed sender holds nothing of its ring
+        ranks.refit({b.name: torch.zeros(b.shape) for b in plan.targets})
+        for sender in ranks.senders:
+            sender.close()
+            sender.close()
+
+    senders: list[Any] = []
+    once()
+    before = left()
+    for _ in range(20):
+        once()
+    kept["ipc_staged"].close()
+    after = left()
+    assert all(b <= a for a, b in zip(before, after, strict=True)), (before, after)
+
+
+def left() -> tuple[int, int, int]:
+    maps = Path("/proc/self/maps").read_text().count("/refit-")
+    return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
+
+
+def test_a_forked_process_has_another_name():
+    """Addresses of the process that it was forked from are not its own."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, cuda_ipc.process().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    name = os.read(read, 200).decode()
+    os.close(read)
+    os.close(write)
+    assert name
+    assert name != cuda_ipc.process()
+    assert cuda_ipc.process() == cuda_ipc.process()
