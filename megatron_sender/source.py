@@ -58,7 +58,7 @@ class SourceMap:
         return f"SourceMap({len(self.manifest)} tensors in {boxes} boxes of {buffers} buffers, {held} bytes)"
 
     def check_live(self) -> None:
-        """Raise WireError, naming every tensor that lies elsewhere, is empty, or changed its shape or dtype since."""
+        """Raise WireError, naming every tensor that lies elsewhere, is empty, or changed its strides, shape or dtype since."""
         problems = []
         for held, buffer, known, address in zip(self._held, self.placements.buffers, self.tensors, self._addresses, strict=True):
             now = held.tensor.data
@@ -70,6 +70,9 @@ class SourceMap:
                 problems.append(Problem("it is no longer contiguous in memory", buffer.name, strides, do="Store it row-major."))
             elif now.untyped_storage().nbytes() == 0 and now.numel():
                 problems.append(Problem("its memory was given back", buffer.name, do="Load the model back before a refit."))
+            elif not now.is_contiguous():
+                do = "Make it contiguous again; the table counts row-major elements."
+                problems.append(Problem("it is no longer contiguous", buffer.name, f"strides {now.stride()}", do=do))
             elif now.data_ptr() != address or known.data_ptr() != address:
                 problems.append(Problem("its memory moved", buffer.name, do="Call refresh() and open the wire anew."))
         if problems:
@@ -99,8 +102,8 @@ class SourceMap:
         return moved
 
     def _as_before(self) -> bool:
-        """Whether every tensor lies where it lay, in the same shape and type. A few passes in C over addresses that a refit
-        would else ask for one by one; memory that was given back has another address, or none."""
+        """Whether every tensor lies where it lay, row-major, in the same shape and type. A few passes in C over addresses that a
+        refit would else ask for one by one; memory that was given back has another address, or none."""
         try:
             now = [place[name] for place, name in self._places]
         except KeyError:
@@ -111,6 +114,7 @@ class SourceMap:
             and all(map(torch.Tensor.is_contiguous, now))
             and list(map(_SHAPE, now)) == list(map(_SHAPE, self.tensors))
             and list(map(_DTYPE, now)) == list(map(_DTYPE, self.tensors))
+            and all(map(torch.Tensor.is_contiguous, now))
         )
 
     @functools.cached_property

@@ -94,7 +94,7 @@ class Table:
     def bind(self, buffers: Sequence[Buffer]) -> None:
         """Give the buffers' memory: tensors (the memory from their first element to the end of their storage) or addresses.
 
-        The twins need tensors, and hold them until the next bind. Does nothing where no address has changed.
+        The twins need tensors, and hold them until the next bind or `release`. Does nothing where no address has changed.
 
         Raises LayoutError for a missing buffer, one that is too small or not aligned as declared, or one on another device, and
         where a range that is read overlaps a range that is written.
@@ -111,6 +111,11 @@ class Table:
         for launch in self._launches:
             launch.table[:, launch.columns] = launch.template[:, launch.columns] + bases[launch.slots]
         self._addresses = addresses
+
+    def release(self) -> None:
+        """Let go of the buffers' tensors; `bind` is to be called before the next launch, which costs nothing where no address has
+        changed. Kernels that run must have ended."""
+        self._buffers = []
 
     def launch(self) -> None:
         """Run all moves on the current stream. Digests start at zero each time. Raises LayoutError when nothing is bound."""

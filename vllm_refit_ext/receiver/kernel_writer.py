@@ -105,6 +105,8 @@ class KernelWriter:
             self._dequantise(move, reader)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        if self._table is not None and self._token is None:
+            self._table.release()  # memory of this refit alone, which may be an upload
 
     def check(self, reader: Memory, sample: int, seed: int) -> int:
         """Recompute up to `sample` of the moves by the reference and compare bytes. Returns how many; raises VerifyError."""

@@ -84,8 +84,9 @@ class ActiveSender(Sender, Protocol):
         """Send. info: what `info` made. deadline: time.monotonic seconds. Returns bytes by engine rank. Raises RefitError."""
         ...
 
-    def refuse(self, session: str, error: RefitError, deadline: float) -> None:
-        """On rank 0: an engine's call for `session` has failed; nobody need wait for it. Never raises."""
+    def refuse(self, session: str, error: RefitError, deadline: float, ranks: Sequence[int] = ()) -> None:
+        """On rank 0: the call for `session` of the engine with these `ranks` has failed; nobody need wait for them. None: for
+        nobody. Never raises, and does nothing to another session."""
         ...
 
 

@@ -148,8 +148,12 @@ class CollectiveSender:
         self._tensors: list[torch.Tensor] = []
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
-        """Remember the live tensors; nothing is copied. Returns this rank's part of the message."""
+        """Remember the live tensors; nothing is copied. Returns this rank's part of the message.
+
+        Raises WireError for tensors that are not contiguous.
+        """
         self._tensors = list(tensors)
+        self._packer.look(self._tensors)
         host, port = self._host.address if self._host is not None else ("", 0)
         share = self._share
         return msgspec.msgpack.encode(
@@ -172,7 +176,7 @@ class CollectiveSender:
             self._link.drop()
             raise
 
-    def refuse(self, session: str, error: RefitError, deadline: float) -> None:
+    def refuse(self, session: str, error: RefitError, deadline: float, ranks: Sequence[int] = ()) -> None:
         """Tell all that wait for refit `session` to begin that it will not: an engine refused it. Too late, it does nothing."""
         assert self._host is not None
         self._host.refuse(session, error, deadline)

@@ -22,7 +22,7 @@ from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import WireError
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.wires.boxes import as_bytes, box_view
+from vllm_refit_ext.wires.boxes import addresses_of, as_bytes, box_view
 from vllm_refit_ext.wires.collective_group import Parcel
 from vllm_refit_ext.wires.collective_rounds import ALIGN
 from vllm_refit_ext.wires.collective_travel import Span, Travel
@@ -93,6 +93,7 @@ class Packer:
         self._messages = list(_messages(pieces))
         self._batches = list(_batches(self._messages, bucket_bytes))
         self._room = max((sum(_padded(m.nbytes) for m in batch) for batch in self._batches), default=0)
+        self._used: list[int] = np.unique(pieces.tensor).tolist()
         self._ring: list[torch.Tensor] = []
         self._copies: list[_Copies] = []
         self._addresses: list[int] = []
@@ -107,9 +108,13 @@ class Packer:
         """Memory of the ring."""
         return RING * self._room
 
+    def look(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Addresses of what it sends. Raises WireError for tensors that are not contiguous."""
+        return addresses_of(tensors, self._used, "wire collective")
+
     def run(self, transport: Transport, tensors: Sequence[torch.Tensor], deadline: float) -> dict[int, int]:
         """Send everything. Returns payload bytes by engine rank. Raises WireError, DeadlineError."""
-        addresses = [t.data_ptr() for t in tensors]
+        addresses = self.look(tensors)
         if not self._ring or addresses != self._addresses:
             self._ring = self._ring or [torch.empty(self._room, dtype=torch.uint8, device=transport.device) for _ in range(RING)]
             self._addresses = addresses

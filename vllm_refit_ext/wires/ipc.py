@@ -29,6 +29,7 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites, apart, not_shared, this_site
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import cuda_ipc
+from vllm_refit_ext.wires.boxes import addresses_of
 
 WHERE = "wire ipc"
 
@@ -63,7 +64,7 @@ class IpcSender:
         if not len(self._used):
             return msgspec.msgpack.encode(IpcRank(rank=self.rank))
         mine = self._of(tensors)
-        addresses = list(map(torch.Tensor.data_ptr, mine))
+        addresses = addresses_of(tensors, self._used_list, f"{WHERE}, trainer rank {self.rank}")
         moved = addresses != self._addresses or self._export is None
         device = _device(mine, self.rank) if moved else mine[0].device
         nonce = secrets.randbits(62) | 1
