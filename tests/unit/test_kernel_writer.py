@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -198,8 +200,20 @@ def test_sources_on_the_host_come_in_parts(coded, monkeypatch):
     monkeypatch.setattr(kernel_writer, "UPLOAD_BYTES", 100_000)
     monkeypatch.setattr(KernelWriter, "_on_host", lambda self, reader: isinstance(reader, Memory))
     writer = KernelWriter(plan, {}, {"m.w13_weight": parts}, torch.device("cpu"))
-    writer.write(Memory(sources))
+    uploads = []
+
+    class Fresh(Memory):
+        """What is brought to a device is memory of its own."""
+
+        def memory(self, buffer):
+            found = super().memory(buffer).clone()
+            uploads.append(weakref.ref(found))
+            return found
+
+    writer.write(Fresh(sources))
     assert len(writer._parts) > 1
+    assert uploads
+    assert not any(upload() is not None for upload in uploads), "no uploaded part stays on the device"
     assert torch.equal(whole.values, parts.values)
     assert torch.equal(whole.scales[0], parts.scales[0])
 

@@ -6,7 +6,7 @@ done with; an engine rank reads message i when i + 1 are ready. `ipc_lanes` says
 deadline, and each side sees when the other is gone.
 
 Every word has one writer and carries the epoch of the refit that it speaks of, so what a late rank writes or reads is never taken
-for another refit's. The file's header names everything that a message says of the ring, so a message that says otherwise is
+for another refit's; and refits take turns in SETS sets of words, so that it overwrites nothing of those that follow. The file's header names everything that a message says of the ring, so a message that says otherwise is
 refused.
 """
 
@@ -37,6 +37,7 @@ READY, DONE, STOP, REFUSED = range(4)
 """An engine rank's words. Messages: ready to read, done with. STOP: it gave up. REFUSED: the ring's owner has given it up. Its
 owner writes the first and the last, the engine rank the others."""
 _EPOCH, _OWNER_STOP, _FIRST = 0, 1, 2
+SETS = 16
 _SPIN_S = 1e-3
 """A bucket takes a fraction of a millisecond, less than a sleep that one asks for: so long the wait only looks."""
 _POLL_S = 50e-6
@@ -49,16 +50,16 @@ class Words:
     def __init__(self, file: SharedFile, engines: int) -> None:
         self._gone = file.owner_is_gone
         memory = np.frombuffer(file.memory, "<u8", words_bytes(engines) // 8)[WORDS // 8 :]
-        self._owner, self._engines = memory[:_FIRST], memory[_FIRST:].reshape(engines, 4)
+        self._owner, self._engines = memory[:_FIRST], memory[_FIRST:].reshape(SETS, engines, 4)
 
     def read(self, engine: int, which: int, epoch: int) -> int:
         """Messages that are READY or DONE for an engine rank in refit `epoch`."""
-        at, count = divmod(int(self._engines[engine, which]), 1 << 32)
+        at, count = divmod(int(self._engines[epoch % SETS, engine, which]), 1 << 32)
         return count if at == epoch else 0
 
     def write(self, engine: int, which: int, epoch: int, count: int = 0) -> None:
         """Set a word of refit `epoch`."""
-        self._engines[engine, which] = epoch << 32 | count
+        self._engines[epoch % SETS, engine, which] = epoch << 32 | count
 
     @property
     def epoch(self) -> int:
@@ -79,7 +80,7 @@ class Words:
 
     def given_up(self, engine: int, epoch: int) -> bool:
         """Whether an engine rank gave up this refit, or was given up by the owner."""
-        return any(int(self._engines[engine, which]) >> 32 == epoch for which in (STOP, REFUSED))
+        return any(int(self._engines[epoch % SETS, engine, which]) >> 32 == epoch for which in (STOP, REFUSED))
 
     def wait(
         self, engine: int, which: int, least: int, epoch: int, deadline: float, where: str, stopped: Callable[[], bool]
@@ -114,7 +115,7 @@ def padded(slots: Iterable[int]) -> list[int]:
 
 def words_bytes(engines: int) -> int:
     """Bytes of the header and the words."""
-    return WORDS + (_FIRST + 4 * engines) * 8
+    return WORDS + (_FIRST + SETS * 4 * engines) * 8
 
 
 def seal_of(info: RingInfo, rest: bytes) -> bytes:
