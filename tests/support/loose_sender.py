@@ -112,7 +112,7 @@ class LooseSender:
         if isinstance(sender, ActiveSender):
             deadline = time.monotonic() + self.deadline_s
             calls = Calls(
-                [self.engine], lambda _, engine: engine.update(update), lambda e: sender.refuse(update.session, e, deadline)
+                [self.engine], lambda _, engine: engine.update(update), lambda _, e: sender.refuse(update.session, e, deadline)
             )
             failed = None
             try:

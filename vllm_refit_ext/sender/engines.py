@@ -88,9 +88,10 @@ class Engines:
         return plan, at
 
     def update(
-        self, messages: Sequence[UpdateInfo], failed: Callable[[RefitError], None] = lambda error: None
+        self, messages: Sequence[UpdateInfo], failed: Callable[[int, RefitError], None] = lambda index, error: None
     ) -> Calls[list[UpdateReport]]:
-        """Start the update calls of all engines. failed: called at once, with the error of one that fails."""
+        """Start the update calls of all engines. failed: called at once, with the number and the error of one that
+        fails."""
         return Calls(self.clients, lambda index, engine: engine.update(messages[index]), failed)
 
     def reports(

@@ -271,12 +271,16 @@ class RefitSender:
                 seconds["transfer"] = time.perf_counter() - begin
             return None
 
-        def refuse(error: RefitError) -> None:
-            half.refuse(update.session, error, deadline + LATE_S)
+        def refuse(error: RefitError, ranks: Sequence[int] = ()) -> None:
+            half.refuse(update.session, error, deadline + LATE_S, ranks)
+
+        def engine_failed(index: int, error: RefitError) -> None:
+            engine = self._ready("refit").engines[index]
+            refuse(error, range(engine.first, engine.first + len(engine.replies)))
 
         def lead() -> bytes:
             """Rank 0: drive the engines beside its own sending."""
-            calls = self._engines.update(self._messages(version, info, update.session), refuse)
+            calls = self._engines.update(self._messages(version, info, update.session), engine_failed)
             try:
                 failed = transfer()
             except BaseException as error:

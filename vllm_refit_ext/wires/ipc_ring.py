@@ -6,8 +6,8 @@ done with; an engine rank reads message i when i + 1 are ready. `ipc_lanes` says
 deadline, and each side sees when the other is gone.
 
 Every word has one writer and carries the epoch of the refit that it speaks of, so what a late rank writes or reads is never taken
-for another refit's; and refits take turns in SETS sets of words, so that it overwrites nothing of those that follow. The file's header names everything that a message says of the ring, so a message that says otherwise is
-refused.
+for another refit's; and refits take turns in SETS sets of words, so that it overwrites nothing of those that follow. The file's
+header names everything that a message says of the ring, so a message that says otherwise is refused.
 """
 
 from __future__ import annotations
