@@ -41,6 +41,7 @@ class Rendezvous:
 
 class _End:
     device = torch.device("cpu")
+    apart = False
 
     def __init__(self, meeting: Rendezvous, rank: int) -> None:
         self.meeting, self.rank = meeting, rank

@@ -16,6 +16,7 @@ from vllm_refit_ext.core.errors import ConfigError, DeadlineError, SessionError,
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
 
 TRAINERS, ENGINES = 2, 2
@@ -149,6 +150,46 @@ def test_a_refusal_stops_everyone_at_once_with_its_own_words(tmp_path):
     assert {kind for kind, _, _ in told} == {"SessionError"}
     assert {text for _, text, _ in told} == {"engine 1: not prepared"}
     assert all(seconds < 15 for _, _, seconds in told)
+
+
+def loses_one(folder: str, how: str) -> list[tuple[str, str, float]]:
+    """Engine rank 1, an engine of its own, fails between two rounds; engine rank 0 takes the new version."""
+    if _me() == 3 and how == "killed" and os.fork() != 0:
+        os.wait()  # the launcher ends everyone when a rank dies: the child is the rank that dies
+        return []
+    me = Rank(folder, _me(), 8)
+    me.refit("a", 0)
+    if me.is_trainer:
+        return [me.failure("b"), *([] if how == "killed" else [me.refit("c", 3)])]
+    if me.rank == 3:
+        write, count = InPlaceWriter.write, [0]
+
+        def failing(self, reader):
+            count[0] += 1
+            if count[0] == 4:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                InPlaceWriter.write = write
+                raise SessionError("the writer fails here")
+            write(self, reader)
+
+        InPlaceWriter.write = failing
+        me.failure("b")
+    else:
+        me.refit("b", 99)
+    if how != "killed":
+        me.refit("c", 3)
+    return []
+
+
+@pytest.mark.parametrize("how", ["fails", "killed"])
+def test_an_engine_that_is_lost_leaves_the_other_one_its_bytes(tmp_path, how):
+    results = run(loses_one, tmp_path, how)
+    for failed, *_ in results[:TRAINERS]:
+        assert failed[0] == "WireError"
+        assert "engine rank 1" in failed[1]
+        assert "engine rank 0" not in failed[1].replace("engine rank 0 and", "")
+        assert failed[2] < 15, "long before the deadline"
 
 
 def absent(folder: str, stalled: int) -> list[tuple[str, str, float]]:

@@ -65,6 +65,10 @@ class _Part(msgspec.Struct):
     host: str = ""
     port: int = 0
 
+    def message(self) -> CollectiveInfo:
+        """Rank 0's, as the message."""
+        return CollectiveInfo(**msgspec.structs.asdict(self))
+
 
 def rank_names(trainers: int, engines: int) -> list[str]:
     """Names of all ranks of the group: trainer ranks, then engine ranks in the plan's numbers."""
@@ -80,6 +84,8 @@ class Link:
         self.peers: set[int] = set()
         self.store: Store | None = None
         self.group: Group | None = None
+        self.broken = False
+        """Whether a pair of the group has failed while others went on, so that it must not be used again."""
 
     def connect(self, host: str, port: int, deadline: float) -> None:
         """Reach the store. Raises WireError, DeadlineError."""
@@ -90,14 +96,15 @@ class Link:
         """Meet all ranks for refit `session`; make a new group if not all hold the same one. All ranks raise the same error."""
         assert self.store is not None
         try:
-            held = self.group.name if self.group is not None else ""
+            held = self.group.name if self.group is not None and not self.broken else ""
             words = self.store.meet(f"{session}/ready", self.rank, self.names, held.encode(), deadline)
-            if self.group is None or len(set(words)) > 1:
+            if not held or len(set(words)) > 1:
                 self.drop()
                 self.group = self._new_group(session, deadline)
         except RefitError:
             self.close()
             raise
+        assert self.group is not None
         return self.group
 
     def _new_group(self, session: str, deadline: float) -> Group:
@@ -121,7 +128,7 @@ class Link:
         """Leave the group."""
         if self.group is not None:
             self.group.close()
-        self.group = None
+        self.group, self.broken = None, False
 
     def close(self) -> None:
         """Leave the group and the store."""
@@ -139,13 +146,19 @@ class CollectiveSender:
         self._link.peers = self._packer.peers
         # The port is held from now on, by rank 0 alone.
         self._host = Host(open_store()) if rank == 0 else None
-        if self._host is not None and share.tables:
+        self._tensors: list[torch.Tensor] = []
+        if self._host is not None:
             deadline = time.monotonic() + CONNECT_S
             store = Store(*self._host.address, deadline)
-            for target in range(share.engines):
+            store.put(_message_key(self._part().message()), b"", deadline)
+            for target in range(share.engines) if share.tables else ():
                 store.put(_table_key(share.forwarding, target), share.tables.get(target, b""), deadline)
             share.tables = {}
-        self._tensors: list[torch.Tensor] = []
+
+    def _part(self) -> _Part:
+        host, port = self._host.address if self._host is not None else ("", 0)
+        share = self._share
+        return _Part(self._backend, share.trainers, share.engines, share.bucket_bytes, share.forwarding, host, port)
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Remember the live tensors; nothing is copied. Returns this rank's part of the message.
@@ -154,15 +167,12 @@ class CollectiveSender:
         """
         self._tensors = list(tensors)
         self._packer.look(self._tensors)
-        host, port = self._host.address if self._host is not None else ("", 0)
-        share = self._share
-        return msgspec.msgpack.encode(
-            _Part(self._backend, share.trainers, share.engines, share.bucket_bytes, share.forwarding, host, port)
-        )
+        return msgspec.msgpack.encode(self._part())
 
     def transfer(self, session: str, info: CollectiveInfo, deadline: float) -> dict[int, int]:
         """Meet the engines and send. deadline: time.monotonic seconds. Returns payload bytes by engine rank.
 
+        An engine that is lost while bytes travel over gloo leaves the others theirs; with NCCL all fail.
         Raises what stopped the meeting (on every rank the same), WireError or DeadlineError for bytes that did not travel.
         """
         self._link.connect(info.host, info.port, deadline)
@@ -171,10 +181,15 @@ class CollectiveSender:
             self._host.forget(self._link.store, session, len(self._link.names), deadline)
         group = self._link.join(session, deadline)
         try:
-            return self._packer.run(group, self._tensors, deadline)
+            sent = self._packer.run(group, self._tensors, deadline)
         except BaseException:
             self._link.drop()
             raise
+        if self._packer.lost:
+            # The group stays until the next one: closing it now could cut off what the other engines have still to read.
+            self._link.broken = True
+            raise WireError.of([p for error in self._packer.lost.values() for p in error.problems])
+        return sent
 
     def refuse(self, session: str, error: RefitError, deadline: float, ranks: Sequence[int] = ()) -> None:
         """Tell all that wait for refit `session` to begin that it will not: an engine refused it. Too late, it does nothing."""
@@ -269,6 +284,11 @@ def _pieces(found: Sequence[Travel], plan: Plan, rank: int) -> list[Column]:
     return [pack(c[order]) for c in columns]
 
 
+def _message_key(told: CollectiveInfo) -> str:
+    """Stands in the store while `told` is what the trainer says: a message that says anything else names no key."""
+    return f"message/{hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()}"
+
+
 def _table_key(forwarding: str, target: int) -> str:
     return f"forward/{forwarding}/{target}"
 
@@ -292,16 +312,7 @@ def info(parts: Sequence[bytes]) -> CollectiveInfo:
         raise ConfigError(
             "some trainer ranks hold their weights on a GPU and some do not", where="wire collective", got=", ".join(backends)
         )
-    head = decoded[0]
-    return CollectiveInfo(
-        host=head.host,
-        port=head.port,
-        backend=head.backend,
-        trainers=head.trainers,
-        engines=head.engines,
-        bucket_bytes=head.bucket_bytes,
-        forwarding=head.forwarding,
-    )
+    return decoded[0].message()
 
 
 def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> CollectiveReader:
@@ -320,21 +331,31 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> Collect
     if problems:
         raise ConfigError.of(problems)
     deadline = time.monotonic() + min(CONNECT_S, update.deadline_s)
-    held = kept.get("collective")
-    if held is not None and held.info != told:
-        kept.pop("collective").close()
-        held = None
-    if held is None or held.plan is not plan:
-        link = (
-            held.link if held is not None else Link(told.trainers + rank, rank_names(told.trainers, told.engines), told.backend)
-        )
-        device = torch.device("cuda", torch.cuda.current_device()) if told.backend == "nccl" else torch.device("cpu")
+    held: _Kept | None = kept.get("collective")
+    if held is not None and held.info == told and held.plan is plan:
+        held.link.connect(told.host, told.port, deadline)
+        return CollectiveReader(held.link, held.unpacker, update.session)
+    known = held is not None and held.info == told
+    link = (
+        held.link
+        if held is not None and known
+        else Link(told.trainers + rank, rank_names(told.trainers, told.engines), told.backend)
+    )
+    device = torch.device("cuda", torch.cuda.current_device()) if told.backend == "nccl" else torch.device("cpu")
+    try:
         link.connect(told.host, told.port, deadline)
-        travel = _travel(link, told, plan, rank, deadline)
-        link.peers = travel.peers
-        held = kept["collective"] = _Kept(told, link, plan, Unpacker(travel, device))
-    held.link.connect(told.host, told.port, deadline)
-    return CollectiveReader(held.link, held.unpacker, update.session)
+        assert link.store is not None
+        link.store.take(_message_key(told), deadline)
+        unpacker = Unpacker(_travel(link, told, plan, rank, deadline), device)
+    except BaseException:
+        if not known:
+            link.close()
+        raise
+    link.peers = unpacker.travel.peers
+    if held is not None and not known:
+        held.close()
+    kept["collective"] = _Kept(told, link, plan, unpacker)
+    return CollectiveReader(link, unpacker, update.session)
 
 
 def _travel(link: Link, told: CollectiveInfo, plan: Plan, rank: int, deadline: float) -> Travel:

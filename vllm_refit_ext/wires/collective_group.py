@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,6 +29,10 @@ EAGER_S = 2e-3
 """For so long a GPU is looked at without a pause: most buckets are done by then."""
 NEVER = timedelta(days=365)
 """The time-out given to NCCL's own watchdog, which would end the whole process. The deadlines here come first."""
+
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENVIRONMENT = threading.Lock()
 
 
 class Parcel(msgspec.Struct):
@@ -74,13 +79,14 @@ class Group:
         where = self._where = f"wire {store.wire}, {self.names[rank]}"
         prefix = PrefixStore(f"group/{name}", store.raw.clone())
         left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-        make = _gloo if backend == "gloo" else _nccl
         try:
             self._group: Any = run_until(
                 deadline + 1.0,
                 "the group of all ranks did not come up",
                 where,
-                lambda: make(prefix, rank, len(names), left, local_address(store.host, store.port), self.device),
+                _gloo(prefix, rank, len(names), left, local_address(store.host, store.port))
+                if backend == "gloo"
+                else _nccl(prefix, rank, len(names), left, self.device),
             )
         except RefitError:
             raise
@@ -123,6 +129,11 @@ class Group:
             ticket.drop()
             raise self.lost(peers, problem, float("inf"))
         return ticket
+
+    @property
+    def apart(self) -> bool:
+        """Whether messages to one rank go on when those to another fail: NCCL's communicator ends as one."""
+        return self.backend == "gloo"
 
     @contextlib.contextmanager
     def _batch(self, works: list[Any]) -> Iterator[None]:
@@ -181,7 +192,8 @@ class Group:
                 run_until(time.monotonic() + 10.0, "abort", "", group.abort)
 
 
-def _gloo(store: Any, rank: int, size: int, left: timedelta, address: str, device: torch.device) -> Any:
+def _gloo(store: Any, rank: int, size: int, left: timedelta, address: str) -> Callable[[], Any]:
+    """What makes the group, with a call that waits for the other ranks."""
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -190,31 +202,39 @@ def _gloo(store: Any, rank: int, size: int, left: timedelta, address: str, devic
     options._devices = [
         ProcessGroupGloo.create_device(interface=interface) if interface else ProcessGroupGloo.create_device(hostname=address)
     ]
-    return ProcessGroupGloo(store, rank, size, options)
+    return lambda: ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Any, rank: int, size: int, left: timedelta, address: str, device: torch.device) -> Any:
+def _nccl(store: Any, rank: int, size: int, left: timedelta, device: torch.device) -> Callable[[], Any]:
+    """The same with NCCL. The group is made here, which waits for nobody, and connected in the call."""
     from torch.distributed import ProcessGroupNCCL
 
     torch.cuda.set_device(device)
     options = ProcessGroupNCCL.Options()
     options._timeout = NEVER
     # Read while the group is made: with error handling on, NCCL's watchdog ends the process when a peer dies.
-    before = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    try:
-        group = ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        if before is None:
-            del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
-        else:
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = before
-    # NCCL connects at the first operation, in which every rank must take part, also one that has nothing to move.
-    work = group.allreduce([torch.zeros(1, device=device)])  # type: ignore[attr-defined]
-    end = time.monotonic() + left.total_seconds()
-    while not work.is_completed():
-        if time.monotonic() > end:
-            group.abort()
-            raise TimeoutError("timed out in NCCL's first operation")
-        time.sleep(POLL_S)
-    return group
+    # The environment is changed in the caller's thread and for this statement alone: a thread may be left behind by its deadline.
+    with _ENVIRONMENT:
+        before = os.environ.get(_HANDLING)
+        os.environ[_HANDLING] = "0"
+        try:
+            group = ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            if before is None:
+                del os.environ[_HANDLING]
+            else:
+                os.environ[_HANDLING] = before
+
+    def connect() -> Any:
+        # NCCL connects at the first operation, in which every rank must take part, also one that has nothing to move.
+        torch.cuda.set_device(device)
+        work = group.allreduce([torch.zeros(1, device=device)])  # type: ignore[attr-defined]
+        end = time.monotonic() + left.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > end:
+                group.abort()
+                raise TimeoutError("timed out in NCCL's first operation")
+            time.sleep(POLL_S)
+        return group
+
+    return connect

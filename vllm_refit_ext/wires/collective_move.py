@@ -19,7 +19,7 @@ import torch
 
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.dtypes import ITEMSIZE
-from vllm_refit_ext.core.errors import WireError
+from vllm_refit_ext.core.errors import RefitError, WireError
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.wires.boxes import addresses_of, as_bytes, box_view
@@ -44,6 +44,9 @@ class Transport(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def apart(self) -> bool: ...
 
     def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Waiter: ...
 
@@ -97,6 +100,7 @@ class Packer:
         self._ring: list[torch.Tensor] = []
         self._copies: list[_Copies] = []
         self._addresses: list[int] = []
+        self.lost: dict[int, RefitError] = {}
 
     @property
     def peers(self) -> set[int]:
@@ -113,27 +117,53 @@ class Packer:
         return addresses_of(tensors, self._used, "wire collective")
 
     def run(self, transport: Transport, tensors: Sequence[torch.Tensor], deadline: float) -> dict[int, int]:
-        """Send everything. Returns payload bytes by engine rank. Raises WireError, DeadlineError."""
+        """Send everything. Returns payload bytes by engine rank. Raises WireError, DeadlineError.
+
+        Where messages of a transport stand apart, an engine rank that is gone is put into `lost`, with its error, and the others
+        get their bytes.
+        """
+        self.lost = {}
         addresses = self.look(tensors)
         if not self._ring or addresses != self._addresses:
             self._ring = self._ring or [torch.empty(self._room, dtype=torch.uint8, device=transport.device) for _ in range(RING)]
             self._addresses = addresses
             self._copies = [self._copies_of(batch, self._ring[i % RING], tensors) for i, batch in enumerate(self._batches)]
-        flying: list[Waiter | None] = [None] * RING
+        flying: list[list[tuple[int, Waiter]]] = [[] for _ in range(RING)]
         for index, copies in enumerate(self._copies):
-            waiting = flying[index % RING]
-            if waiting is not None:
-                waiting.wait(deadline)
+            self._land(transport, flying[index % RING], deadline)
             with torch.no_grad():
                 torch._foreach_copy_(copies.into, copies.out)
-            flying[index % RING] = transport.post(copies.parcels, [])
-        for waiting in flying:
-            if waiting is not None:
-                waiting.wait(deadline)
+            flying[index % RING] = self._post(transport, copies.parcels)
+        for started in flying:
+            self._land(transport, started, deadline)
         sent: dict[int, int] = {}
         for message in self._messages:
+            if self._first + message.target in self.lost:
+                continue
             sent[message.target] = sent.get(message.target, 0) + message.nbytes
         return sent
+
+    def _post(self, transport: Transport, parcels: list[Parcel]) -> list[tuple[int, Waiter]]:
+        """Start a batch, in one where all its messages end as one. Returns what to wait for, with the peer of each."""
+        if not transport.apart:
+            return [(-1, transport.post(parcels, []))]
+        started = []
+        for parcel in parcels:
+            if parcel.peer not in self.lost:
+                try:
+                    started.append((parcel.peer, transport.post([parcel], [])))
+                except WireError as error:
+                    self.lost[parcel.peer] = error
+        return started
+
+    def _land(self, transport: Transport, started: list[tuple[int, Waiter]], deadline: float) -> None:
+        for peer, waiter in started:
+            try:
+                waiter.wait(deadline)
+            except WireError as error:
+                if not transport.apart:
+                    raise
+                self.lost.setdefault(peer, error)
 
     def _copies_of(self, batch: Sequence[_Message], slot: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Copies:
         """What fills a staging buffer, as pairs of views, and the parcels that leave it."""

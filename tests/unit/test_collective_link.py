@@ -1,0 +1,158 @@
+"""Wire `collective` in one process: messages that don't fit, what is kept, what is left behind, the environment."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.unit.test_ipc_relay import crossed
+from tests.unit.test_ring import left
+from vllm_refit_ext.core.errors import ConfigError, DeadlineError, RefitError, WireError
+from vllm_refit_ext.core.messages import UpdateInfo
+from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.receiver.writers import InPlaceWriter
+from vllm_refit_ext.wires import collective, collective_group
+
+SITES = Sites("a", "a")
+
+
+def update_of(told: Any, session: str = "s") -> UpdateInfo:
+    return UpdateInfo(wire="collective", version="v", session=session, deadline_s=3.0, collective=told)
+
+
+def refit(sender: Any, plan: Any, tensors: list[torch.Tensor], kept: dict[str, Any], session: str) -> dict[str, torch.Tensor]:
+    told = collective.info([sender.begin(tensors)])
+    end, failures = time.monotonic() + 20, []
+
+    def send() -> None:
+        try:
+            sender.transfer(session, told, end)
+        except RefitError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    targets = {b.name: torch.zeros(b.shape) for b in plan.targets}
+    reader = collective.open_reader(update_of(told, session), plan, kept)
+    try:
+        reader.start(end)
+        for step in reader.steps:
+            InPlaceWriter(step, targets).write(reader)
+        reader.confirm()
+    finally:
+        reader.close()
+        thread.join()
+    assert not failures
+    return targets
+
+
+def test_a_message_that_the_trainer_did_not_make_is_refused_and_changes_nothing():
+    plan, tensors, whole = crossed(1, 1)
+    sender = collective.open_sender(0, collective.shares(plan, SITES, 256)[0], tensors)
+    kept: dict[str, Any] = {}
+    try:
+        refit(sender, plan, tensors, kept, "one")
+        held, group = kept["collective"], kept["collective"].link.group
+        told = held.info
+        for change in (
+            {"bucket_bytes": 128},
+            {"bucket_bytes": 1},
+            {"trainers": 2},
+            {"engines": 2},
+            {"engines": 0},
+            {"forwarding": "x"},
+            {"port": 1},
+            {"host": "127.0.0.2"},
+            {"host": ""},
+        ):
+            with pytest.raises((WireError, ConfigError, DeadlineError)):
+                collective.open_reader(update_of(msgspec.structs.replace(told, **change)), plan, kept)
+            assert kept["collective"] is held
+            assert held.link.group is group
+        for t in tensors:
+            t.mul_(2)
+        targets = refit(sender, plan, tensors, kept, "two")
+        assert torch.equal(targets["t1.0"], whole[1] * 2)
+        assert held.link.group is group, "the group is used again"
+    finally:
+        sender.close()
+        kept["collective"].close()
+
+
+def test_both_halves_leave_nothing_behind():
+    """Twenty times open and close: descriptors and threads stay what they were."""
+    plan, tensors, _ = crossed(1, 1)
+
+    def once(number: int) -> None:
+        kept: dict[str, Any] = {}
+        sender = collective.open_sender(0, collective.shares(plan, SITES, 1 << 20)[0], tensors)
+        senders.append(sender)
+        refit(sender, plan, tensors, kept, f"s{number}")
+        sender.close()
+        sender.close()
+        kept["collective"].close()
+
+    senders: list[Any] = []
+    for number in range(3):
+        once(number)
+    before = left()
+    for number in range(20):
+        once(number)
+    end = time.monotonic() + 10  # torch ends its threads when it likes
+    while any(b > a for a, b in zip(before, left(), strict=True)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert all(b <= a for a, b in zip(before, left(), strict=True)), (before, left())
+
+
+def test_a_step_in_place_is_what_the_next_refit_sends():
+    """Also after a refit that was refused because a parameter's strides had changed."""
+    plan, tensors, whole = crossed(1, 1)
+    sender = collective.open_sender(0, collective.shares(plan, SITES, 256)[0], tensors)
+    kept: dict[str, Any] = {}
+    try:
+        refit(sender, plan, tensors, kept, "one")
+        strided = torch.as_strided(tensors[0], tensors[0].shape, (1, tensors[0].shape[0]))
+        with pytest.raises(WireError, match="no longer contiguous"):
+            sender.begin([strided, *tensors[1:]])
+        for t in tensors:
+            t.add_(1)
+        targets = refit(sender, plan, tensors, kept, "two")
+        assert all(torch.equal(targets[f"t{i}.0"], t + 1) for i, t in enumerate(whole))
+    finally:
+        sender.close()
+        kept["collective"].close()
+
+
+def test_the_environment_is_as_it_was_also_when_nccl_does_not_come_up(monkeypatch):
+    """A stand-in of NCCL whose first operation never ends: the deadline passes, and nothing is left changed."""
+    seen = []
+
+    class Stuck:
+        def __init__(self, *_: Any) -> None:
+            seen.append((os.environ.get(collective_group._HANDLING), threading.current_thread()))
+
+        def allreduce(self, _: Any) -> Any:
+            time.sleep(2.0)
+            raise RuntimeError("too late")
+
+        class Options:
+            pass
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Stuck, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for before in (None, "3"):
+        monkeypatch.delenv(collective_group._HANDLING, raising=False)
+        if before is not None:
+            monkeypatch.setenv(collective_group._HANDLING, before)
+        connect = collective_group._nccl(None, 0, 1, collective_group.NEVER, torch.device("cpu"))
+        assert os.environ.get(collective_group._HANDLING) == before
+        with pytest.raises(DeadlineError):
+            collective_group.run_until(time.monotonic() + 0.2, "the group did not come up", "here", connect)
+        assert os.environ.get(collective_group._HANDLING) == before
+    assert seen == [("0", threading.current_thread())] * 2
