@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -156,6 +157,35 @@ def test_stale_memory_is_found(device, plan, monkeypatch):
         live.confirm()
 
 
+def test_a_message_that_was_refused_changes_nothing_that_is_kept(device, plan, monkeypatch):
+    """The next valid message finds the handles that came before; what a refused one opened is closed."""
+    both, held, maps = senders(plan), tensors(), ipc.Maps()
+    for s in both:
+        s.resident = True
+    first = begin(both, held, monkeypatch)
+    reader(first, plan, maps).close()
+    opened = sorted(device.opened)
+    told = begin(both, held, monkeypatch)
+    one = told.ranks[1]
+    spoilt = msgspec.msgpack.decode(first.ranks[1].export, type=ipc.Export)
+    for change in (
+        {"nonce": one.nonce + 1},
+        {"epoch": "other"},
+        {"epoch": "other", "export": b"x"},
+        {"device": "GPU-9"},
+        {"rank": 0},
+        {"epoch": "o", "export": msgspec.msgpack.encode(msgspec.structs.replace(spoilt, flag=(9, 0)))},
+        {"epoch": "o", "export": msgspec.msgpack.encode(msgspec.structs.replace(spoilt, flag=(0, 1 << 40)))},
+        {"epoch": "o", "export": msgspec.msgpack.encode(msgspec.structs.replace(spoilt, handles=b"short"))},
+        {"epoch": "o", "export": msgspec.msgpack.encode(msgspec.structs.replace(spoilt, sizes=spoilt.allocation))},
+    ):
+        with pytest.raises(WireError):
+            reader(msgspec.structs.replace(told, ranks=[told.ranks[0], msgspec.structs.replace(one, **change)]), plan, maps)
+        assert sorted(device.opened) == opened
+    reader(told, plan, maps).close()
+    assert sorted(device.opened) == opened
+
+
 def test_a_trainer_that_is_gone(device, plan, monkeypatch):
     """Its handles can't be opened: the rank is named, what had been opened is closed."""
     both, held, maps = senders(plan), tensors(), ipc.Maps()
@@ -172,8 +202,6 @@ def test_a_trainer_that_is_gone(device, plan, monkeypatch):
 )
 def test_messages_that_do_not_fit(device, plan, monkeypatch, change, text):
     """Each is refused by name before anything is written."""
-    import msgspec
-
     told = begin(senders(plan), tensors(), monkeypatch)
     ranks: list[IpcRank] = [msgspec.structs.replace(told.ranks[0], **change), told.ranks[1]]
     with pytest.raises(WireError, match=text):

@@ -154,20 +154,16 @@ class RankMaps:
 
     def base(self, allocation: int) -> int:
         """The address of an allocation here. Raises WireError when it can't be opened or is not as large as was said."""
-        if self.process == cuda_ipc.process():
-            return int(self.bases[allocation])
-        if allocation not in self._open:
-            address = cuda_ipc.open_handle(self.handles[allocation], self.device)
-            self._open[allocation] = address
-            size = cuda_ipc.allocation_of(address)[1]
-            if size < int(self.sizes[allocation]):
-                raise WireError(
-                    "an allocation of the trainer is smaller than it said",
-                    where=WHERE,
-                    got=size,
-                    wanted=int(self.sizes[allocation]),
-                )
-        return self._open[allocation]
+        own = self.process == cuda_ipc.process()
+        if allocation in self._open:
+            return self._open[allocation]
+        address = int(self.bases[allocation]) if own else cuda_ipc.open_handle(self.handles[allocation], self.device)
+        self._open[allocation] = address
+        first, size = cuda_ipc.allocation_of(address)
+        if first != address or size < int(self.sizes[allocation]):
+            got, wanted = f"{size} bytes from {first:#x}", f"{int(self.sizes[allocation])} from {address:#x}"
+            raise WireError("an allocation of the trainer is not what it said", where=WHERE, got=got, wanted=wanted)
+        return address
 
     def places(self, numbers: Int, nbytes: Int) -> Int:
         """Addresses here of buffers of this rank, int64 [n]. Raises WireError for one that was not exported or does not fit."""
@@ -185,9 +181,9 @@ class RankMaps:
 
     def close(self) -> None:
         """Unmap everything."""
-        for address in self._open.values():
+        opened, self._open, self._placed = self._open, {}, None
+        for address in opened.values() if self.process != cuda_ipc.process() else ():
             cuda_ipc.close_handle(address, self.device)
-        self._open, self._placed = {}, None
 
 
 class Maps:
@@ -226,6 +222,9 @@ class IpcReader:
         self._device, self._maps = device, maps
         self._buffers = plan.sources
         self._ranks = {r.rank: r for r in info.ranks}
+        if len(self._ranks) < len(info.ranks):
+            raise WireError("one trainer rank is named twice", where=WHERE, got=[r.rank for r in info.ranks])
+        self._maps_of = dict(maps.ranks)
         layout = maps.layout_of(plan)
         self._used_ranks = sorted(layout)
         self._address = np.zeros(len(self._buffers), np.int64)
@@ -236,15 +235,22 @@ class IpcReader:
             except WireError as error:
                 problems += [msgspec.structs.replace(p, where=f"trainer rank {rank} · {p.where}") for p in error.problems]
         if problems:
-            maps.close()
+            for rank in self._used_ranks:  # what was kept stays, but for mappings of memory that may be freed
+                held, told = self._maps_of.get(rank), self._ranks.get(rank)
+                if held is not None and (held is not maps.ranks.get(rank) or told is None or not told.resident):
+                    held.close()
             raise WireError.of(problems, f"wire ipc: {len(problems)} problem(s), nothing was written")
+        for rank, held in maps.ranks.items():
+            if held is not self._maps_of[rank]:
+                held.close()
+        maps.ranks = self._maps_of
         self.token = self._address.tobytes()
 
     def _open_rank(self, rank: int, used: Int, local: Int, nbytes: Int) -> None:
         told = self._ranks.get(rank)
         if told is None or not told.epoch:
             raise WireError("it said nothing of its memory", where=WHERE, do="call begin on every trainer rank")
-        held = self._maps.ranks.get(rank)
+        held = self._maps_of.get(rank)
         if held is None or held.epoch != told.epoch:
             if told.export is None:
                 raise WireError(
@@ -253,9 +259,7 @@ class IpcReader:
                     got=f"epoch {told.epoch}",
                     do="refit again; handles are sent after a failure",
                 )
-            if held is not None:
-                held.close()
-            held = self._maps.ranks[rank] = RankMaps(told.epoch, told.process, _export(told.export), self._device)
+            held = self._maps_of[rank] = RankMaps(told.epoch, told.process, _export(told.export), self._device)
         if told.device not in _visible():
             do = "let trainer and engine see the same GPUs (CUDA_VISIBLE_DEVICES), or use the wire shm"
             if apart(told.site, this_site()):
@@ -270,7 +274,7 @@ class IpcReader:
         self._check_nonce(rank)
 
     def _check_nonce(self, rank: int) -> None:
-        held, told = self._maps.ranks[rank], self._ranks[rank]
+        held, told = self._maps_of[rank], self._ranks[rank]
         got = cuda_ipc.read_word(held.base(held.flag[0]) + held.flag[1])
         if got != told.nonce:
             do = "refit once more; hold the weights still until the refit returns"
@@ -300,8 +304,8 @@ class IpcReader:
     def close(self) -> None:
         """Unmap the memory of ranks that may free it."""
         for rank in self._used_ranks:
-            if not self._ranks[rank].resident and rank in self._maps.ranks:
-                self._maps.ranks[rank].close()
+            if not self._ranks[rank].resident:
+                self._maps_of[rank].close()
 
 
 @functools.cache
@@ -311,9 +315,17 @@ def _visible() -> list[str]:
 
 def _export(raw: bytes) -> Export:
     try:
-        return msgspec.msgpack.decode(raw, type=Export)
-    except msgspec.MsgspecError as error:
+        export = msgspec.msgpack.decode(raw, type=Export)
+        bases, sizes, allocation, offset = (unpack(c) for c in (export.bases, export.sizes, export.allocation, export.offset))
+        count = len(bases) if bases.ndim == 1 else -1
+        fits = sizes.shape == (count,) and allocation.shape == offset.shape and allocation.ndim == 1
+        if not fits or len(export.handles) != count * cuda_ipc.HANDLE_BYTES or (allocation >= count).any():
+            raise ValueError("its columns do not fit each other")
+        if not 0 <= export.flag[0] < count or not 0 <= export.flag[1] <= sizes[export.flag[0]] - 8:
+            raise ValueError("its flag lies outside")
+    except (msgspec.MsgspecError, ValueError) as error:
         raise WireError("its handles can't be read", where=WHERE, got=error) from None
+    return export
 
 
 class _Share(msgspec.Struct):
