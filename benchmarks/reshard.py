@@ -41,7 +41,7 @@ from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
-from vllm_refit_ext.wires.boxes import as_bytes, source_view, target_view
+from vllm_refit_ext.wires.boxes import Memory, as_bytes, source_view, target_view
 from vllm_refit_ext.wires.collective_group import Group, Parcel
 from vllm_refit_ext.wires.collective_meet import Store
 
@@ -270,7 +270,7 @@ class Rank:
             tensor.zero_()
 
 
-class _Whole:
+class _Whole(Memory):
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
 

@@ -14,14 +14,14 @@ from vllm_refit_ext.core.messages import PrepareReply
 from vllm_refit_ext.core.placement import concatenate
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.table import unpack_placements
-from vllm_refit_ext.wires.boxes import MODULUS, Content, as_bytes, sum_by_tensor
+from vllm_refit_ext.wires.boxes import MODULUS, Content, Memory, as_bytes, sum_by_tensor
 from vllm_refit_ext.wires.coded import ScaleMoves, sent_content
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", "U8": "uint8"}
 """Element types of safetensors headers -> ours."""
 
 
-class Checkpoint:
+class Checkpoint(Memory):
     """The safetensors files of `folder`. Raises ConfigError when there are none, or for an element type that no refit moves."""
 
     def __init__(self, folder: Path) -> None:

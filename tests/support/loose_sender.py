@@ -23,8 +23,8 @@ from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import unpack_placements
 from vllm_refit_ext.sender.calls import Calls
-from vllm_refit_ext.wires import BUCKET_BYTES, ActiveSender, ResidentSender, wire
-from vllm_refit_ext.wires.boxes import MODULUS, as_bytes, sum_by_tensor
+from vllm_refit_ext.wires import BUCKET_BYTES, Sender, wire
+from vllm_refit_ext.wires.boxes import MODULUS, Memory, as_bytes, sum_by_tensor
 from vllm_refit_ext.wires.coded import ScaleMoves, sent_content
 
 Cut = tuple[int, int]
@@ -89,8 +89,7 @@ class LooseSender:
         self._sender = chosen.open_sender(
             0, chosen.shares(self.plan, Sites.single(1, len(self.replies)), self.bucket_bytes)[0], self.buffers
         )
-        if isinstance(self._sender, ResidentSender):
-            self._sender.resident = self.resident
+        self._sender.resident = self.resident
         return self.replies
 
     def refit(self, version: str, **more: Any) -> list[UpdateReport]:
@@ -108,8 +107,8 @@ class LooseSender:
             deadline_s=self.deadline_s,
             **field,
         )
-        sender = self._sender
-        if isinstance(sender, ActiveSender):
+        sender: Sender = self._sender
+        if sender.sends:
             deadline = time.monotonic() + self.deadline_s
             calls = Calls(
                 [self.engine], lambda _, engine: engine.update(update), lambda _, e: sender.refuse(update.session, e, deadline)
@@ -123,8 +122,7 @@ class LooseSender:
         try:
             return self.engine.update(update)
         except RefitError:
-            if isinstance(sender, ResidentSender):
-                sender.forget()
+            sender.forget()
             raise
 
     def digests(self) -> dict[str, dict[str, str]]:
@@ -163,7 +161,7 @@ def _pieces(tensor: torch.Tensor, cut: Cut | None) -> Sequence[tuple[tuple[int, 
     return found
 
 
-class _Memory:
+class _Memory(Memory):
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self._buffers = buffers
 

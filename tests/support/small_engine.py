@@ -18,7 +18,7 @@ from vllm_refit_ext.core.messages import PrepareReply, Status, UpdateInfo, Updat
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.table import pack_placements
-from vllm_refit_ext.wires import StagedReader, release, wire
+from vllm_refit_ext.wires import release, wire
 from vllm_refit_ext.wires.boxes import as_bytes, source_view, sum_by_tensor, target_view
 
 
@@ -57,9 +57,8 @@ class SmallEngine(FunctionClient):
         assert self._plan is not None
         try:
             reader = wire(update.wire).open_reader(update, self._plan, self._kept)
-            if isinstance(reader, StagedReader):
-                reader.start(time.monotonic() + update.deadline_s)
-            for plan in reader.steps if isinstance(reader, StagedReader) else [self._plan]:
+            reader.start(time.monotonic() + update.deadline_s)
+            for plan in reader.steps:
                 for move in range(len(plan)):
                     into = target_view(plan, move, as_bytes(self.held[plan.targets[int(plan.target[move])].name]))
                     into.copy_(source_view(plan, move, reader))

@@ -19,13 +19,14 @@ from vllm_refit_ext.receiver import kernel_writer
 from vllm_refit_ext.receiver.held import HeldParam
 from vllm_refit_ext.receiver.kernel_moves import kernel_moves
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
+from vllm_refit_ext.wires import boxes
 from vllm_refit_ext.wires.boxes import as_bytes
 
 E, INNER, HIDDEN = 3, 128, 256
 LAYOUTS = ("plain", "linear_128x4", "trtllm_moe", "marlin")
 
 
-class Memory:
+class Memory(boxes.Memory):
     """Sources in this process."""
 
     def __init__(self, tensors):

@@ -30,7 +30,7 @@ UPLOAD_BYTES = 256 << 20
 """Bytes of source buffers that are brought to the device at a time when they lie on the host; a larger buffer comes alone."""
 
 
-class _Uploaded:
+class _Uploaded(Memory):
     """Source buffers that were brought to the device."""
 
     def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
@@ -122,7 +122,9 @@ class KernelWriter:
     def _on_host(self, reader: Memory) -> bool:
         """Whether the sources lie in memory that this device's kernels do not read."""
         return (
-            self.device.type == "cuda" and not hasattr(reader, "address") and reader.memory(self._used[0]).device.type != "cuda"
+            self.device.type == "cuda"
+            and reader.address(self._used[0]) is None
+            and reader.memory(self._used[0]).device.type != "cuda"
         )
 
     def _cut_in_parts(self) -> list[tuple[KernelWriter, list[int]]]:
@@ -144,13 +146,13 @@ class KernelWriter:
         return self._parts
 
     def _bound(self, reader: Memory) -> Table:
-        token = getattr(reader, "token", None)
+        token = reader.token
         if self._table is not None and token is not None and token == self._token:
             return self._table
         buffers = target_buffers(self.plan, self._numbers, self._params, self._held)
-        address = getattr(reader, "address", None) if self.device.type == "cuda" else None
         for number in self._used:
-            buffers[number] = address(number) if address is not None else reader.memory(number)
+            address = reader.address(number) if self.device.type == "cuda" else None
+            buffers[number] = reader.memory(number) if address is None else address
         self._table = bound(self._moves, self.device, buffers, self._table)
         self._token = token
         return self._table

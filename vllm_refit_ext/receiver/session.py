@@ -54,7 +54,7 @@ from vllm_refit_ext.receiver.targets import Targets, build_targets, record
 from vllm_refit_ext.receiver.versions import adapter
 from vllm_refit_ext.receiver.worker_view import WorkerView
 from vllm_refit_ext.receiver.writers import InPlaceWriter, ReloadWriter
-from vllm_refit_ext.wires import ForwardedReader, Reader, StagedReader, release, wire
+from vllm_refit_ext.wires import Reader, release, wire
 from vllm_refit_ext.wires.boxes import MODULUS, move_digest
 from vllm_refit_ext.wires.cuda_ipc import is_mapped
 
@@ -233,7 +233,7 @@ class Receiver:
             assert update is not None
             assert reader is not None
             prepared = self._prepared()
-            if isinstance(reader, StagedReader):
+            if reader.meets:
                 with clock("meet"):
                     self._meet(reader, start + deadline_s, left)
             try:
@@ -259,10 +259,8 @@ class Receiver:
             version=update.version,
             writer=prepared.targets.writer,
             seconds=clock.seconds,
-            received={str(rank): n for rank, n in reader.received.items()}
-            if isinstance(reader, StagedReader)
-            else prepared.received,
-            forwarded={str(r): n for r, n in reader.forwarded.items()} if isinstance(reader, ForwardedReader) else {},
+            received=prepared.received if reader.received is None else {str(r): n for r, n in reader.received.items()},
+            forwarded={str(r): n for r, n in reader.forwarded.items()},
             moves=len(prepared.plan),
             launches=prepared.launches(),
             kept=sorted(prepared.targets.kept),
@@ -316,7 +314,7 @@ class Receiver:
             "update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first"
         )
 
-    def _meet(self, reader: StagedReader, deadline: float, left: Callable[[], float]) -> None:
+    def _meet(self, reader: Reader, deadline: float, left: Callable[[], float]) -> None:
         """Meet the other side, then agree here once more: all ranks raise what kept one of them from it, with nothing written."""
         problem: RefitError | None = None
         try:
@@ -328,9 +326,7 @@ class Receiver:
     def _write(self, prepared: Prepared, reader: Reader, sample: int, seed: int) -> None:
         """The engine's own reload first, as it parks all parameters; then boxes in place, a `sample` of them checked at once."""
         self.staged, self._wrote, self._sampled = {}, False, 0
-        reload, steps = prepared.reload, [prepared.plan]
-        if isinstance(reader, StagedReader):
-            reload, steps = self._reload_writer(prepared, reader.whole), list(reader.steps)
+        reload = self._reload_writer(prepared, reader.whole)
         if len(reload.plan):
             reload.staged = lambda move, box: self._note_staged(reload.plan, move, box)
             try:
@@ -340,11 +336,10 @@ class Receiver:
                 raise
             self._wrote = True
         with torch.no_grad():
-            for plan in steps:
+            for plan in reader.steps:
                 writer = self._in_place_writer(prepared, plan)
                 if len(writer.plan):
-                    for buffer in np.unique(writer.plan.source).tolist() if isinstance(reader, StagedReader) else ():
-                        reader.memory(buffer)  # whatever fails to arrive fails before the write
+                    reader.fetch(writer.plan)
                     self._wrote = True
                     writer.write(reader)
                     if sample:
@@ -360,6 +355,8 @@ class Receiver:
         return prepared.in_place_of[plan]
 
     def _reload_writer(self, prepared: Prepared, plan: Plan) -> ReloadWriter:
+        if plan is prepared.plan:
+            return prepared.reload
         if plan not in prepared.reload_of:
             prepared.reload_of[plan] = ReloadWriter(plan, self._reload, self.view.device)
         return prepared.reload_of[plan]

@@ -36,8 +36,8 @@ from vllm_refit_ext.sender.engines import Engines
 from vllm_refit_ext.sender.prepared import Description, EngineRanks, Offered, Prepared, Share, make_source, merge
 from vllm_refit_ext.sender.ranks import Ranks, answer_of, as_refit_error
 from vllm_refit_ext.sender.source import Source
-from vllm_refit_ext.wires import ActiveSender, ResidentSender, wire
-from vllm_refit_ext.wires.boxes import MODULUS, as_bytes
+from vllm_refit_ext.wires import Sender, wire
+from vllm_refit_ext.wires.boxes import MODULUS, Memory, as_bytes
 from vllm_refit_ext.wires.coded import PlacedScales
 from vllm_refit_ext.wires.digests import SentDigests
 
@@ -119,9 +119,8 @@ class RefitSender:
             plan, engines = joint[0] if joint else (unpack_plan(share.plan, share.manifest), [])
             half = wire(self.config.wire).open_sender(self.ranks.rank, share.wire, made[0].tensors)
             opened.append(Prepared(made[0], plan, half, share.total, engines))
-            if isinstance(half, ResidentSender):
-                half.resident = self.config.resident
-            if isinstance(half, ActiveSender) and any(e.replicas > 1 for e in engines):
+            half.resident = self.config.resident
+            if half.sends and any(e.replicas > 1 for e in engines):
                 what = "an engine has several data parallel replicas, and this wire sends to each rank by its number"
                 do = "start a server for each replica and pass a client for each, or use a wire that engines read"
                 raise ConfigError(what, where=f"wire {self.config.wire}", do=do)
@@ -184,7 +183,7 @@ class RefitSender:
         try:
             report = self._refit(version)
         except RefitError as error:
-            if self.prepared is not None and isinstance(self.prepared.half, ResidentSender):
+            if self.prepared is not None:
                 self.prepared.half.forget()
             if self.ranks.rank == 0:
                 metrics.failed(type(error).__name__)
@@ -209,7 +208,7 @@ class RefitSender:
             return part
 
         half = self.prepared.half if self.prepared is not None else None
-        if isinstance(half, ActiveSender):
+        if half is not None and half.sends:
             verdict = self._refit_actively(half, publish, version, seconds, sent)
         else:
             raw = self.ranks.exchange(answer_of(publish), lambda parts: self._update_engines(version, parts))
@@ -244,7 +243,7 @@ class RefitSender:
 
     def _refit_actively(
         self,
-        half: ActiveSender,
+        half: Sender,
         publish: Callable[[], bytes],
         version: str,
         seconds: dict[str, float],
@@ -349,7 +348,7 @@ class RefitSender:
             prepared.half.close()
 
 
-class _Memory:
+class _Memory(Memory):
     """The trainer's own tensors as a reader."""
 
     def __init__(self, tensors: dict[int, torch.Tensor]) -> None:

@@ -11,17 +11,17 @@ A wire module has four functions, and the rest of the project knows no more of i
     open_reader(update, plan, kept) -> Reader
         each engine rank, every refit; `kept` is a dict that the wire may keep things in
 
-Everything that can be wrong is found in `open_reader`, before the first write.
-
-A wire whose bytes must be sent, not only read, has more: its sender has `transfer` and `refuse` (`ActiveSender`), its reader
-`start` and plans of its own (`StagedReader`), because only some bytes are there at a time.
+Everything that can be wrong is found in `open_reader`, before the first write. `Reader` and `Sender` declare all that the two
+halves have; what a wire has no use for, it leaves as it stands there.
 """
 
 from __future__ import annotations
 
+import abc
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,7 @@ from vllm_refit_ext.core.errors import ConfigError, RefitError
 from vllm_refit_ext.core.messages import Message, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.wires.boxes import Memory
 
 NAMES = ("shm", "ipc", "ipc_staged", "collective")
 BUCKET_BYTES = 256 << 20
@@ -37,88 +38,63 @@ against the start of a batch or the turn of two processes.
 """
 
 
-class Sender(Protocol):
-    """A trainer rank's half."""
+class Sender(abc.ABC):
+    """A trainer rank's half. resident: engines may keep this memory mapped between refits. sends: whether `transfer` has anything
+    to do, so that all trainer ranks work while the engines' calls run.
+    """
 
+    resident = False
+    sends = False
+
+    @abc.abstractmethod
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Make the current weights readable. Returns what rank 0 passes to `info`. tensors: live, in the order of the buffers."""
-        ...
-
-    def close(self) -> None:
-        """Give back what the wire holds. Safe to call twice."""
-        ...
-
-
-@runtime_checkable
-class ResidentSender(Sender, Protocol):
-    """A trainer rank's half whose memory engines map. `resident`: they may keep it mapped between refits."""
-
-    resident: bool
-
-    def forget(self) -> None:
-        """Tell the engines everything again: the last refit failed."""
-        ...
-
-
-class Reader(Protocol):
-    """An engine rank's half, for one refit."""
-
-    def memory(self, buffer: int) -> torch.Tensor:
-        """The bytes of source buffer `buffer` of the plan, uint8 [nbytes]."""
-        ...
-
-    def confirm(self) -> None:
-        """Raise WireError when what was read changed meanwhile. Called before the commit."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what is not kept for the next refit."""
-        ...
-
-
-@runtime_checkable
-class ActiveSender(Sender, Protocol):
-    """A trainer rank's half that works while the engines' update call runs."""
 
     def transfer(self, session: str, info: Any, deadline: float) -> dict[int, int]:
         """Send. info: what `info` made. deadline: time.monotonic seconds. Returns bytes by engine rank. Raises RefitError."""
-        ...
+        return {}
 
-    def refuse(self, session: str, error: RefitError, deadline: float, ranks: Sequence[int] = ()) -> None:
+    def refuse(self, session: str, error: RefitError, deadline: float, ranks: Sequence[int] = ()) -> None:  # noqa: B027
         """On rank 0: the call for `session` of the engine with these `ranks` has failed; nobody need wait for them. None: for
         nobody. Never raises, and does nothing to another session."""
-        ...
+
+    def forget(self) -> None:  # noqa: B027
+        """Tell the engines everything again: the last refit failed."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what the wire holds. Safe to call twice."""
 
 
-@runtime_checkable
-class StagedReader(Reader, Protocol):
-    """An engine rank's half for bytes that come piece by piece. `memory` serves its own plans and fetches what it is asked for.
+class Reader(Memory):
+    """An engine rank's half, for one refit. `memory` serves the sources of `whole` and of `steps`.
 
-    whole: the plan's moves in the order of their travel, with staging as their source; the reload's writer runs on it. steps:
-    after the reload, a plan for each group of moves in place that are there together. received: bytes by trainer rank, as they
-    came.
+    whole: the moves for the engine's reload, in the order in which their bytes come. steps: after the reload, a plan for
+    each group of moves in place that are there together. meets: whether `start` waits for the other side, so that the ranks of
+    the engine must agree after it. received: bytes by trainer rank, as they came; None where all is read that the plan names.
+    forwarded: bytes by engine rank of this site, in the plan's numbers; they are not in `received`.
     """
 
     whole: Plan
     steps: Sequence[Plan]
-    received: dict[int, int]
+    meets = False
+    received: Mapping[int, int] | None = None
+    forwarded: Mapping[int, int] = MappingProxyType({})
 
     def start(self, deadline: float) -> None:
-        """Meet the other side, after this engine's ranks have agreed and before the first write. deadline: time.monotonic
-        seconds.
+        """Begin, before the first write. deadline: time.monotonic seconds. Where it `meets`, it raises the same RefitError on all
+        ranks of both sides."""
 
-        Raises the same RefitError on all ranks of both sides.
-        """
-        ...
+    def fetch(self, plan: Plan) -> None:
+        """Wait for all that a step reads, so that what fails to come fails before it is written."""
 
+    @abc.abstractmethod
+    def confirm(self) -> None:
+        """Raise WireError when what was read changed meanwhile. Called before the commit."""
 
-@runtime_checkable
-class ForwardedReader(StagedReader, Protocol):
-    """A staged reader some of whose bytes come from engine ranks of its site. forwarded: bytes by engine rank, in the plan's
-    numbers; they are not in `received`.
-    """
-
-    forwarded: dict[int, int]
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of what is not kept for the next refit. What was not confirmed is given up."""
 
 
 class Wire(Protocol):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -16,12 +16,22 @@ Content = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 """What a move's box holds: elements, or (codes, scales) uint8 of one that is held as MXFP8, or nothing to compare."""
 
 
-class Memory(Protocol):
-    """Whatever gives the bytes of source buffers: a wire's reader, or the trainer's own tensors."""
+class Memory(abc.ABC):
+    """Whatever gives the bytes of source buffers: a wire's reader, or the trainer's own tensors.
 
+    token: names the addresses; a writer that bound them under an equal token need not ask again. None: they are of this refit
+    alone.
+    """
+
+    token: object = None
+
+    @abc.abstractmethod
     def memory(self, buffer: int) -> torch.Tensor:
-        """The bytes of source buffer `buffer`, uint8 [nbytes]."""
-        ...
+        """The bytes of source buffer `buffer`, uint8 [nbytes], once they are there. Raises WireError, DeadlineError."""
+
+    def address(self, buffer: int) -> int | None:
+        """The address of source buffer `buffer` for kernels of this device, or None where `memory` is to be asked."""
+        return None
 
 
 def box_view(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ from vllm_refit_ext.core.messages import CollectiveInfo, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column, pack, unpack
-from vllm_refit_ext.wires import BUCKET_BYTES
+from vllm_refit_ext.wires import BUCKET_BYTES, Reader, Sender
 from vllm_refit_ext.wires.collective_forward import sent_by, travels
 from vllm_refit_ext.wires.collective_group import Backend, Group
 from vllm_refit_ext.wires.collective_host import Host
@@ -136,8 +136,10 @@ class Link:
         self.store = None
 
 
-class CollectiveSender:
+class CollectiveSender(Sender):
     """A trainer rank's half. `begin` says where to meet, `transfer` meets and sends while the engines' update call runs."""
+
+    sends = True
 
     def __init__(self, rank: int, share: _Share, backend: Backend) -> None:
         self._share, self._backend = share, backend
@@ -202,8 +204,10 @@ class CollectiveSender:
         self._host = None
 
 
-class CollectiveReader:
+class CollectiveReader(Reader):
     """An engine rank's half, for one refit. Link, rounds and staging are kept for the next."""
+
+    meets = True
 
     def __init__(self, link: Link, unpacker: Unpacker, session: str) -> None:
         self._link, self._unpacker, self._session = link, unpacker, session
@@ -213,12 +217,12 @@ class CollectiveReader:
         self._done = False
 
     @property
-    def received(self) -> dict[int, int]:
+    def received(self) -> Mapping[int, int]:  # type: ignore[override]
         """Payload bytes by trainer rank, counted as they came."""
         return self._unpacker.received
 
     @property
-    def forwarded(self) -> dict[int, int]:
+    def forwarded(self) -> Mapping[int, int]:  # type: ignore[override]
         """Payload bytes by engine rank of this site, which handed them on."""
         return self._unpacker.forwarded
 
@@ -230,6 +234,11 @@ class CollectiveReader:
     def memory(self, buffer: int) -> torch.Tensor:
         """Staging that source `buffer` of `whole` or of a step lies in, once it is filled."""
         return self._unpacker.memory(buffer)
+
+    def fetch(self, plan: Plan) -> None:
+        """Wait for all that a step reads."""
+        for buffer in np.unique(plan.source).tolist():
+            self.memory(buffer)
 
     def confirm(self) -> None:
         """Wait until others have what this rank hands on. Raises WireError when rounds were left, DeadlineError."""

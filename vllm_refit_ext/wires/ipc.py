@@ -28,7 +28,7 @@ from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites, apart, not_shared, this_site
 from vllm_refit_ext.core.table import Column, pack, unpack
-from vllm_refit_ext.wires import cuda_ipc
+from vllm_refit_ext.wires import Reader, Sender, cuda_ipc
 from vllm_refit_ext.wires.boxes import addresses_of
 
 WHERE = "wire ipc"
@@ -46,7 +46,7 @@ class Export(msgspec.Struct, frozen=True):
     flag: tuple[int, int]
 
 
-class IpcSender:
+class IpcSender(Sender):
     """A trainer rank's half. `resident`: mappings may stay open between refits, because this memory is never freed."""
 
     def __init__(self, rank: int, used: Int) -> None:
@@ -214,13 +214,13 @@ class Maps:
         self.ranks = {}
 
 
-class IpcReader:
+class IpcReader(Reader):
     """An engine rank's half, for one refit. `token` changes with any address."""
 
     def __init__(self, info: IpcInfo, plan: Plan, maps: Maps, device: torch.device) -> None:
         """Open and check everything that the plan reads. Raises WireError with every problem; what was opened is closed then."""
         self._device, self._maps = device, maps
-        self._buffers = plan.sources
+        self._buffers, self.whole, self.steps = plan.sources, plan, [plan]
         self._ranks = {r.rank: r for r in info.ranks}
         if len(self._ranks) < len(info.ranks):
             raise WireError("one trainer rank is named twice", where=WHERE, got=[r.rank for r in info.ranks])
@@ -288,7 +288,7 @@ class IpcReader:
 
     def memory(self, buffer: int) -> torch.Tensor:
         """The bytes of source buffer `buffer`; memory of another GPU is copied here first."""
-        address, nbytes = self.address(buffer), self._buffers[buffer].nbytes
+        address, nbytes = int(self._address[buffer]), self._buffers[buffer].nbytes
         if self._ranks[self._buffers[buffer].rank].device == cuda_ipc.device_uuid(self._device.index):
             return cuda_ipc.as_tensor(address, nbytes, self._device)
         local = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

@@ -17,6 +17,7 @@ from vllm_refit_ext.core.messages import IpcStagedInfo, RingInfo
 from vllm_refit_ext.core.table import Column, unpack
 from vllm_refit_ext.kernels.moves import At, CopyMove, Strided, contiguous
 from vllm_refit_ext.kernels.table import Table
+from vllm_refit_ext.wires import Sender
 from vllm_refit_ext.wires.boxes import addresses_of
 from vllm_refit_ext.wires.collective_group import Backend
 from vllm_refit_ext.wires.ipc_lanes import RING, Task, tasks_of
@@ -55,8 +56,10 @@ def rest_of(bucket_bytes: int, engines: int, lanes: Column | None) -> bytes:
     return msgspec.msgpack.encode((bucket_bytes, engines, lanes))
 
 
-class StagedSender:
+class StagedSender(Sender):
     """A trainer rank's half. `staging_bytes`: memory of its ring, with what it relays, and of the buffers that it sends from."""
+
+    sends = True
 
     def __init__(self, rank: int, share: Share, tensors: Sequence[torch.Tensor]) -> None:
         self.rank, self._share = rank, share

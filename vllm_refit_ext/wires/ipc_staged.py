@@ -28,7 +28,7 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.relays import choose_relays
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column, pack, unpack
-from vllm_refit_ext.wires import BUCKET_BYTES
+from vllm_refit_ext.wires import BUCKET_BYTES, Reader
 from vllm_refit_ext.wires.collective_rounds import Rounds, rounds
 from vllm_refit_ext.wires.ipc_lanes import Seat, schedule, seats, table_of
 from vllm_refit_ext.wires.ipc_ring import DONE, READY, STOP, RingReader, padded, seal_of
@@ -95,7 +95,7 @@ class StagedRounds:
         return Plan(plan.manifest, buffers, plan.targets, **columns)
 
 
-class StagedIpcReader:
+class StagedIpcReader(Reader):
     """An engine rank's half, for one refit. rings: by trainer rank, relays included. epochs: of this refit. `token` changes with
     any address."""
 
@@ -126,6 +126,11 @@ class StagedIpcReader:
                 raise WireError("a round was asked for after a later one", where=WHERE, got=wanted, wanted=self._next - 1)
             held = self._here[wanted]
         return held
+
+    def fetch(self, plan: Plan) -> None:
+        """Wait for all that a step reads."""
+        for buffer in np.unique(plan.source).tolist():
+            self.memory(buffer)
 
     def _fetch(self) -> None:
         number, source, nbytes = self._laid.messages[self._next]

@@ -29,6 +29,7 @@ from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites, this_site
 from vllm_refit_ext.core.table import Column, pack, unpack
+from vllm_refit_ext.wires import Reader, Sender
 from vllm_refit_ext.wires.shared_file import SharedFile, create, open_file
 
 HEADER = struct.Struct("<8sIIQQiI16s8x")  # magic, protocol, state, nonce, nbytes, rank, pid, seal
@@ -103,7 +104,7 @@ class _Maps:
         self.files = {}
 
 
-class ShmReader:
+class ShmReader(Reader):
     """An engine rank's view of all segments of one refit."""
 
     def __init__(
@@ -202,7 +203,7 @@ class _Part(msgspec.Struct):
     segment: Segment | None
 
 
-class _Sender:
+class _Sender(Sender):
     """The wire's trainer half, as `vllm_refit_ext.wires` describes it."""
 
     def __init__(self, rank: int, share: _Share) -> None:
@@ -248,6 +249,7 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> ShmRead
     for name in set(maps.files) - set(reader.maps):
         maps.files[name].close()
     maps.files = dict(reader.maps)
+    reader.whole, reader.steps = plan, [plan]
     return reader
 
 
