@@ -116,7 +116,7 @@ def test_mutated_mappings():
 
 SHM = ShmInfo(segments=[Segment(rank=0, name="s", nbytes=4096, nonce=5)], offsets=pack(np.arange(4)))
 IPC = IpcInfo(ranks=[IpcRank(rank=0, process="p", device="d", epoch="e", nonce=3, export=b"abc")])
-RINGS = IpcStagedInfo(rings=[RingInfo(rank=0, name="r", slots=[64, 64], start=64, nonce=9)], bucket_bytes=4096, engines=2)
+RINGS = IpcStagedInfo(rings=[RingInfo(rank=0, name="r", slots=[64, 64], start=64, epoch=9)], bucket_bytes=4096, engines=2)
 GROUP = CollectiveInfo(host="127.0.0.1", port=29500, backend="gloo", trainers=1, engines=2, bucket_bytes=4096)
 
 
