@@ -43,3 +43,43 @@ class Calls(Generic[T]):
             located = _located(as_refit_error(error), self._names[index])
             self._failed(index, located)
             raise located from error
+
+    def results(self, timeout_s: float, done: str, first: RefitError | None = None) -> list[T]:
+        """What all calls returned, in the order of the engines.
+
+        Raises one error with the problems of `first` and of all calls that failed, in the class of the earliest of these; where
+        other engines did not fail, it names them and says what they have `done`. A call that has not returned after `timeout_s`
+        seconds counts as DeadlineError.
+        """
+        concurrent.futures.wait(self._outcomes, timeout_s)
+        errors, results, well = [first] if first is not None else [], [], []
+        for name, outcome in zip(self._names, self._outcomes, strict=True):
+            if not outcome.done():
+                errors.append(DeadlineError("it did not answer", where=name, wanted=f"within {timeout_s:g} s"))
+            elif (error := outcome.exception()) is not None:
+                errors.append(as_refit_error(error))
+            else:
+                results.append(outcome.result())
+                well.append(name)
+        if errors:
+            problems: dict[Problem, None] = {p: None for error in errors for p in error.problems}
+            if well:
+                problems[Problem(f"{done}, unlike the engine(s) that failed", ", ".join(well))] = None
+            raise type(errors[0]).of(list(problems))
+        return results
+
+
+def call_all(engines: Sequence[EngineClient], work: Callable[[int, EngineClient], T], timeout_s: float, done: str) -> list[T]:
+    """`work(index, engine)` for all engines at once. Raises as `Calls.results` does."""
+    return Calls(engines, work).results(timeout_s, done)
+
+
+def _located(error: RefitError, name: str) -> RefitError:
+    """The same problems, each saying of which engine it is."""
+    problems = [
+        p
+        if (p.where + " ").startswith(name + " ")
+        else msgspec.structs.replace(p, where=f"{name} · {p.where}" if p.where else name)
+        for p in error.problems
+    ]
+    return type(error).of(problems)
