@@ -22,8 +22,8 @@ from vllm_refit_ext.wires import collective, collective_group
 SITES = Sites("a", "a")
 
 
-def update_of(told: Any, session: str = "s") -> UpdateInfo:
-    return UpdateInfo(wire="collective", version="v", session=session, deadline_s=3.0, collective=told)
+def update_of(told: Any, session: str = "s", deadline_s: float = 3.0) -> UpdateInfo:
+    return UpdateInfo(wire="collective", version="v", session=session, deadline_s=deadline_s, collective=told)
 
 
 def refit(sender: Any, plan: Any, tensors: list[torch.Tensor], kept: dict[str, Any], session: str) -> dict[str, torch.Tensor]:
@@ -39,7 +39,7 @@ def refit(sender: Any, plan: Any, tensors: list[torch.Tensor], kept: dict[str, A
     thread = threading.Thread(target=send)
     thread.start()
     targets = {b.name: torch.zeros(b.shape) for b in plan.targets}
-    reader = collective.open_reader(update_of(told, session), plan, kept)
+    reader = collective.open_reader(update_of(told, session, 20.0), plan, kept)
     try:
         reader.start(end)
         for step in reader.steps:
