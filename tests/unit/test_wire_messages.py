@@ -17,7 +17,8 @@ from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires import Reader, wire
 
-SEEDS = range(1000)
+SEEDS = {"shm": range(1000), "ipc_staged": range(1000), "collective": range(60)}
+"""An address that is not there takes its time."""
 DEADLINE_S = 0.3
 
 
@@ -31,7 +32,7 @@ def seen(name: str, reader: Any) -> Any:
     return [reader.memory(i).tolist() for i in np.unique(reader.whole.source).tolist()]
 
 
-@pytest.mark.parametrize("name", ["shm", "ipc_staged", "collective"])
+@pytest.mark.parametrize("name", list(SEEDS))
 def test_mutated_messages(name):
     plan, tensors, _ = crossed(2, 1)
     chosen = wire(name)
@@ -49,10 +50,10 @@ def test_mutated_messages(name):
 
     wanted, outcomes = seen(name, opened(told)), {"refused": 0, "same": 0}
     before = torch.cat([t.reshape(-1) for t in tensors]).clone()
-    for seed in SEEDS:
+    for seed in SEEDS[name]:
         outcomes[outcome(lambda s=seed: seen(name, opened(msgspec.convert(mutated(plain, s), type(told)))), wanted)] += 1
     assert seen(name, opened(told)) == wanted, "what is kept is what it was"
-    assert outcomes["refused"] > len(SEEDS) // 2
+    assert outcomes["refused"] > len(SEEDS[name]) // 2
     assert torch.equal(before, torch.cat([t.reshape(-1) for t in tensors]))
     for held in kept.values():
         held.close()
