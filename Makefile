@@ -2,8 +2,9 @@
 .PHONY: .setup demo test test-all test-unit test-engine test-gpu test-oldest lint bench-planning pins clean
 
 RUN = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 .venv/bin/python
-# vLLM keeps groups, patches and registries in the process, so each file of engine tests gets one of its own.
-PER_FILE = $(RUN) -m pytest -q --durations=3
+# Each file in a process of its own, one for each core at a time, and a table of their times.
+FILES = $(RUN) -m tests.run
+UNIT = $(wildcard tests/unit/test_*.py) tests/unit/kernels tests/gpu
 SHORT = $(shell grep -L "^pytestmark = .*mark.long" tests/engine/test_*.py)
 
 # What a trainer imports, on the oldest Python allowed.
@@ -13,23 +14,21 @@ demo: .setup           ## the main job: train, sample and refit on this machine'
 	$(RUN) examples/colocated_sync_rl.py
 
 test: .setup lint      ## lint, types and the tests of this machine, but for the longest
-	$(RUN) -m pytest tests/unit tests/gpu
 	@tools/oldest.sh tests/unit/test_digest.py tests/unit/test_plan.py tests/unit/test_shm.py tests/unit/test_residency.py
-	@set -e; for file in $(SHORT); do $(PER_FILE) $$file; done
+	$(FILES) $(SHORT) $(UNIT)
 
 test-all: .setup lint  ## the longest too
-	$(RUN) -m pytest -m "not full_size" tests/unit tests/gpu
 	@tools/oldest.sh $(OLDEST)
-	@set -e; for file in tests/engine/test_*.py; do $(PER_FILE) -m "not full_size" $$file; done
+	$(FILES) $(wildcard tests/engine/test_*.py) $(UNIT) -- -m "not full_size"
 
 test-unit: .setup      ## pure tests, in a few minutes
-	$(RUN) -m pytest tests/unit
+	$(FILES) $(UNIT)
 
 test-oldest: .setup    ## unit tests of what a trainer imports, on the oldest Python; a part of `make test` runs the cheapest
 	@tools/oldest.sh $(OLDEST)
 
 test-engine: .setup    ## real vLLM engines and real Megatron, on a CPU
-	@set -e; for file in $(SHORT); do $(PER_FILE) $$file; done
+	$(FILES) $(SHORT)
 
 test-gpu: .setup       ## on a machine with an NVIDIA GPU
 	$(RUN) -m pytest tests/gpu

@@ -1,7 +1,7 @@
 """Colocated synchronous reinforcement learning: a real Megatron trainer and a real vLLM engine on one machine.
 
     python examples/colocated_sync_rl.py                          # on a CPU, about two minutes
-    python examples/colocated_sync_rl.py --device cuda [--mxfp8]  # both on one GPU, weights read by CUDA IPC
+    python examples/colocated_sync_rl.py --device cuda [--mxfp8 [--prequantize]]  # both on one GPU, weights read by CUDA IPC
 
 A tiny Qwen3-MoE with random weights learns to write lower-case letters. Each step: the engine samples, every sampled answer is
 rewarded with the share of its tokens that are lower-case letters, Megatron-core takes one GRPO step on two ranks with the
@@ -13,6 +13,7 @@ Writes a plot and a JSON record. Exits with 1 when the reward did not rise or th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -34,6 +35,7 @@ from examples.support.launch import run_ranks
 from examples.support.record import conclude
 from examples.support.tiny_model import import_megatron, save_model
 
+EXTENSION = "vllm_refit_ext.RefitWorkerExtension"
 MAX_KL = 1e-4
 """Trainer and engine run different kernels. With equal weights in float32 the mean KL was 1e-12 or less in every run; with
 weights that are a few steps old it is above 1e-3."""
@@ -57,7 +59,11 @@ class Settings:
     seed: of weights and sampling.
     out: folder for the plot, the record and the model.
     device: `cuda` puts trainer and engine on one GPU, with one trainer rank, since two NCCL ranks can't share a GPU.
-    mxfp8: the engine holds its matrices as MXFP8; needs `--device cuda`.
+    mxfp8: the engine holds its matrices as MXFP8; needs `--device cuda`, or an extension that lets a CPU multiply them.
+    prequantize: the trainer quantises its own shards, and MXFP8 travels; with `--mxfp8`.
+    residency: the trainer's gradients and optimizer state leave its device before a refit, and its parameters after it, until the
+        next step trains.
+    extension: the engine's worker extension.
     drill: `stale` stops handing over weights after a third of the steps, to show that the KL finds it.
     """
 
@@ -69,6 +75,9 @@ class Settings:
     out: Path = Path("out/colocated")
     device: Literal["cpu", "cuda"] = "cpu"
     mxfp8: bool = False
+    prequantize: bool = False
+    residency: bool = True
+    extension: str = EXTENSION
     drill: Literal["none", "stale"] = "none"
 
     @property
@@ -104,7 +113,7 @@ class Engine:
 
         self.llm = LLM(
             model=str(folder),
-            worker_extension_cls="vllm_refit_ext.RefitWorkerExtension",
+            worker_extension_cls=settings.extension,
             dtype=settings.dtype,
             enforce_eager=True,
             max_model_len=64,
@@ -153,10 +162,12 @@ def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Setti
     from megatron_sender import MegatronSender
     from megatron_sender.sender import SenderConfig
     from vllm_refit_ext.client import LLMClient
+    from vllm_refit_ext.sender.residency import Residency
 
     rank = dist.get_rank()
     console = Console(force_terminal=False, width=110)
-    config = SenderConfig(wire="ipc" if settings.device == "cuda" else "shm")
+    config = SenderConfig(wire="ipc" if settings.device == "cuda" else "shm", prequantize=settings.prequantize)
+    residency = Residency(trainer.chunks, trainer.optimizer)
     sender = MegatronSender(trainer.chunks, trainer.bridge, LLMClient(engine.llm) if engine else None, config)
     plan = sender.prepare()
     if rank == 0:
@@ -182,13 +193,15 @@ def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Setti
         sampled = time.perf_counter()
         reward = rewards(tokens, letters)
         mine = torch.arange(rank, answers, dist.get_world_size())
+        residency.restore()
         own = trainer.step(tokens[mine], advantages(reward, settings.samples)[mine])
         kl = torch.tensor([mean_kl(logprobs[mine], own)], dtype=torch.float64)
         dist.all_reduce(kl)
         trained = time.perf_counter()
         served = report
         if settings.drill != "stale" or step < settings.steps // 3:
-            report = sender.refit(f"step-{step + 1}")
+            with residency.handing_over() if settings.residency else contextlib.nullcontext():
+                report = sender.refit(f"step-{step + 1}")
         row = Step(
             step,
             float(reward.mean()),
@@ -205,6 +218,7 @@ def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Setti
                 f"{row.step:4d} {row.reward:7.3f} {row.kl:9.1e} {row.refit_s:8.3f} {row.bytes:9d} {row.version:>8} "
                 f"{row.sample_s:9.2f} {row.train_s:8.2f}"
             )
+    residency.restore()
     if settings.drill == "none":
         compared = sender.verify()
         if rank == 0:
@@ -264,7 +278,7 @@ def make_model(settings: Settings) -> Path:
 def main(settings: Settings | None = None) -> int:
     """Run, record, judge."""
     settings = settings or Settings()
-    if settings.mxfp8 and settings.device == "cpu":
+    if settings.mxfp8 and settings.device == "cpu" and settings.extension == EXTENSION:
         raise SystemExit("--mxfp8 needs --device cuda: vLLM has no MXFP8 kernels for a CPU")
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -5,7 +5,7 @@ byte.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from examples.support.launch import run_ranks
 from examples.support.tiny_model import COMMON, EXPERTS, save_model
 from tests.support.collective_jobs import cycle
 from tests.support.engine_bridge import bridge, one_by_one
-from tests.support.engines import open_llm
+from tests.support.engines import one_at_a_time, open_llm
 
 pytestmark = pytest.mark.engine
 
@@ -68,9 +68,14 @@ def running(name: str, checkpoints: tuple[Path, Path]) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Iterator[Running]:
-    with running(request.param, checkpoints) as found:
-        yield found
+def engines(checkpoints: tuple[Path, Path]) -> Iterator[Callable[[str], Running]]:
+    with one_at_a_time(lambda name: running(name, checkpoints)) as get:
+        yield get
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, engines: Callable[[str], Running]) -> Running:
+    return engines(request.param)
 
 
 @pytest.mark.parametrize(

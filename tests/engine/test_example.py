@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from examples.colocated_sync_rl import MAX_KL, Settings, Step, main, verdict
 
@@ -37,3 +38,17 @@ def test_a_stale_engine_is_found(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert max(fresh) < MAX_KL, "while weights were handed over, the engine held them"
     assert [step["version"] for step in record["steps"]] == ["step-0", "step-1", "step-2", *["step-3"] * 6]
     assert "FAILED" in capfd.readouterr().out
+
+
+def test_a_trainer_that_quantises_itself(tmp_path: Path) -> None:
+    """MXFP8 travels into an engine that holds it; too few steps for the reward to rise, and the KL is that of the format."""
+    extension = "tests.support.mxfp8_cpu.Mxfp8CpuExtension"
+    settings = dataclasses.replace(Settings(), steps=2, out=tmp_path, mxfp8=True, prequantize=True, extension=extension)
+    main(settings)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert len(record["problems"]) == 1
+    assert "did not rise" in record["problems"][0]
+    assert [step["version"] for step in record["steps"]] == ["step-0", "step-1"]
+    assert record["steps"][1]["bytes"] < 0.7 * 2 * sum(
+        t.numel() for t in load_file(tmp_path / "model" / "model.safetensors").values()
+    )

@@ -6,7 +6,8 @@ place), which alone can run expert parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from examples.support.launch import run_ranks
 from examples.support.tiny_model import save_model
 from tests.support.engine_bridge import bridge, one_by_one
-from tests.support.engines import open_llm
+from tests.support.engines import one_at_a_time, open_llm
 from tests.support.refit_jobs import cycle, train_and_export
 
 pytestmark = pytest.mark.engine
@@ -73,13 +74,23 @@ def cases(short: Mapping[str, Sequence[str]], trainers: Iterable[str]) -> list[A
 
 
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Iterator[Running]:
-    settings = ENGINES[request.param]
-    start, trained = checkpoints
-    with open_llm(trained, **settings) as fresh:
-        wanted = [asdict(a) for a in one_by_one(fresh)]
-    with open_llm(start, **settings) as llm, bridge(llm) as url:
-        yield Running(request.param, llm, url, wanted, settings, trained)
+def engines(checkpoints: tuple[Path, Path]) -> Iterator[Callable[[str], Running]]:
+    @contextlib.contextmanager
+    def start(name: str) -> Iterator[Running]:
+        settings = ENGINES[name]
+        first, trained = checkpoints
+        with open_llm(trained, **settings) as fresh:
+            wanted = [asdict(a) for a in one_by_one(fresh)]
+        with open_llm(first, **settings) as llm, bridge(llm) as url:
+            yield Running(name, llm, url, wanted, settings, trained)
+
+    with one_at_a_time(start) as get:
+        yield get
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, engines: Callable[[str], Running]) -> Running:
+    return engines(request.param)
 
 
 @pytest.mark.parametrize(("engine", "trainer"), cases({"stock-tp1": ("ep2",)}, ["ep2"]), indirect=["engine"])

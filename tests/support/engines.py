@@ -14,14 +14,15 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from examples.support.server import vllm_server
 
 ROOT = Path(__file__).resolve().parents[2]
+Engine = TypeVar("Engine")
 PROMPTS = ("Hello refit", "abc", "1 2 3 4 5")
 SETTINGS: dict[str, Any] = {
     "enforce_eager": True,
@@ -41,9 +42,8 @@ class Answer:
     prompt_logprobs: tuple[float, ...]
 
 
-def environment(ranks: int = 1, in_process: bool = False, **more: str) -> dict[str, str]:
-    """What a vLLM process on a small CPU machine needs in its environment, for `ranks` workers."""
-    cores = sorted(os.sched_getaffinity(0))
+def environment(in_process: bool = False, **more: str) -> dict[str, str]:
+    """What a vLLM process on a small CPU machine needs in its environment."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -52,7 +52,7 @@ def environment(ranks: int = 1, in_process: bool = False, **more: str) -> dict[s
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         **more,
     }
 
@@ -88,7 +88,7 @@ def open_llm(
     choose_layouts(extension)
     arguments = SETTINGS | {"tensor_parallel_size": ranks} | ({"worker_extension_cls": extension} if extension else {}) | settings
     arguments["pipeline_parallel_size"] = stages
-    with set_environment(environment(ranks * stages, in_process)), unmixed():
+    with set_environment(environment(in_process)), unmixed():
         llm = LLM(model=str(folder), **arguments)
         try:
             if stages > 1:
@@ -98,6 +98,23 @@ def open_llm(
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+
+
+@contextlib.contextmanager
+def one_at_a_time(start: Callable[[str], contextlib.AbstractContextManager[Engine]]) -> Iterator[Callable[[str], Engine]]:
+    """A function that gives the engine of a name, and ends it when another is asked for. For a fixture of the module, which a
+    fixture of each test asks: pytest itself would start an engine anew for each test that has other parameters beside it."""
+    with contextlib.ExitStack() as stack:
+        running: dict[str, Engine] = {}
+
+        def get(name: str) -> Engine:
+            if name not in running:
+                stack.close()
+                running.clear()
+                running[name] = stack.enter_context(start(name))
+            return running[name]
+
+        yield get
 
 
 def choose_layouts(extension: str) -> None:
@@ -215,5 +232,5 @@ def open_server(folder: str | Path, *options: str, ranks: int = 1, start_s: floa
     bounded += ["--tensor-parallel-size", str(ranks)]
     with tempfile.TemporaryDirectory() as place:
         log = Path(place) / "server.log"
-        with vllm_server(folder, log, [*bounded, *options], environment(ranks), start_s) as (url, process):
+        with vllm_server(folder, log, [*bounded, *options], environment(), start_s) as (url, process):
             yield Server(url, log, process)
