@@ -18,9 +18,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import cyclopts
 import torch
@@ -34,6 +35,9 @@ from examples.support.grpo import PROMPT, PROMPTS, Trainer, advantages, mean_kl,
 from examples.support.launch import run_ranks
 from examples.support.record import conclude
 from examples.support.tiny_model import import_megatron, save_model
+from vllm_refit_ext.client import LLMClient
+from vllm_refit_ext.sender import RefitSender, SenderConfig
+from vllm_refit_ext.sender.residency import Residency
 
 EXTENSION = "vllm_refit_ext.RefitWorkerExtension"
 MAX_KL = 1e-4
@@ -145,30 +149,42 @@ class Engine:
 
 def run_rank(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     """What each trainer rank does. `values` are those of `Settings`, since ranks share plain data only. Returns the steps."""
+    from megatron_sender import MegatronSender
+
     settings, rank = Settings(**values), dist.get_rank()
     trainer = Trainer(
         folder, learning_rate=settings.learning_rate, seed=settings.seed, dtype=settings.dtype, device=settings.device
     )
     engine = Engine(folder, settings) if rank == 0 else None
+    config = SenderConfig(wire="ipc" if settings.device == "cuda" else "shm", prequantize=settings.prequantize)
+    residency = Residency(trainer.chunks, trainer.optimizer) if settings.residency else None
     try:
-        return train(trainer, engine, folder, settings)
+        sender = MegatronSender(trainer.chunks, trainer.bridge, LLMClient(engine.llm) if engine else None, config)
+        return train(trainer, sender, engine, folder, settings, residency)
     finally:
         if engine:
             engine.close()
 
 
-def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Settings) -> list[dict[str, Any]]:
-    """The loop: sample, reward, step, refit. Returns the steps."""
-    from megatron_sender import MegatronSender
-    from megatron_sender.sender import SenderConfig
-    from vllm_refit_ext.client import LLMClient
-    from vllm_refit_ext.sender.residency import Residency
+class Learner(Protocol):
+    """Whatever takes a GRPO step on its rank's share."""
 
+    def step(self, tokens: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+        """tokens [n, length], advantage [n] -> log-probabilities of the answers' tokens before the step, [n, answer]."""
+        ...
+
+
+def train(
+    trainer: Learner,
+    sender: RefitSender,
+    engine: Engine | None,
+    folder: Path,
+    settings: Settings,
+    residency: Residency | None = None,
+) -> list[dict[str, Any]]:
+    """The loop: sample, reward, step, refit. Returns the steps."""
     rank = dist.get_rank()
     console = Console(force_terminal=False, width=110)
-    config = SenderConfig(wire="ipc" if settings.device == "cuda" else "shm", prequantize=settings.prequantize)
-    residency = Residency(trainer.chunks, trainer.optimizer)
-    sender = MegatronSender(trainer.chunks, trainer.bridge, LLMClient(engine.llm) if engine else None, config)
     plan = sender.prepare()
     if rank == 0:
         console.print(
@@ -193,14 +209,15 @@ def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Setti
         sampled = time.perf_counter()
         reward = rewards(tokens, letters)
         mine = torch.arange(rank, answers, dist.get_world_size())
-        residency.restore()
+        if residency:
+            residency.restore()
         own = trainer.step(tokens[mine], advantages(reward, settings.samples)[mine])
         kl = torch.tensor([mean_kl(logprobs[mine], own)], dtype=torch.float64)
         dist.all_reduce(kl)
         trained = time.perf_counter()
         served = report
         if settings.drill != "stale" or step < settings.steps // 3:
-            with residency.handing_over() if settings.residency else contextlib.nullcontext():
+            with residency.handing_over() if residency else contextlib.nullcontext():
                 report = sender.refit(f"step-{step + 1}")
         row = Step(
             step,
@@ -218,7 +235,8 @@ def train(trainer: Trainer, engine: Engine | None, folder: Path, settings: Setti
                 f"{row.step:4d} {row.reward:7.3f} {row.kl:9.1e} {row.refit_s:8.3f} {row.bytes:9d} {row.version:>8} "
                 f"{row.sample_s:9.2f} {row.train_s:8.2f}"
             )
-    residency.restore()
+    if residency:
+        residency.restore()
     if settings.drill == "none":
         compared = sender.verify()
         if rank == 0:
@@ -238,8 +256,8 @@ def verdict(steps: list[Step], max_kl: float = MAX_KL) -> list[str]:
     return problems
 
 
-def plot(steps: list[Step], path: Path, settings: Settings) -> None:
-    """Reward, KL and refit time by step, as a PNG."""
+def plot(steps: list[Step], path: Path, settings: Settings, trainer: str) -> None:
+    """Reward, KL and refit time by step, as a PNG. trainer: what the title calls it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -256,8 +274,8 @@ def plot(steps: list[Step], path: Path, settings: Settings) -> None:
     axes[2].plot(x, [1e3 * s.refit_s for s in steps], marker="o", markersize=3)
     axes[2].set_ylabel("refit, ms")
     axes[2].set_xlabel("step")
-    trainer, held = ("one rank", "a GPU") if settings.device == "cuda" else ("EP2", "a CPU")
-    figure.suptitle(f"Colocated synchronous RL: Megatron {trainer} to vLLM TP1{' in MXFP8' if settings.mxfp8 else ''}, on {held}")
+    held = "a GPU" if settings.device == "cuda" else "a CPU"
+    figure.suptitle(f"Colocated synchronous RL: {trainer} to vLLM TP1{' in MXFP8' if settings.mxfp8 else ''}, on {held}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -280,23 +298,31 @@ def main(settings: Settings | None = None) -> int:
     settings = settings or Settings()
     if settings.mxfp8 and settings.device == "cpu" and settings.extension == EXTENSION:
         raise SystemExit("--mxfp8 needs --device cuda: vLLM has no MXFP8 kernels for a CPU")
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    settings.out.mkdir(parents=True, exist_ok=True)
-    begin = time.perf_counter()
-    folder = make_model(settings)
-    if settings.device == "cuda":
+    if settings.device == "cpu":
+        return judge(settings, "Megatron EP2", lambda folder: run_ranks(run_rank, 2, folder, asdict(settings), timeout=1200)[0])
+
+    def run(folder: Path) -> list[dict[str, Any]]:
         # In this process: a rank forked after something has looked for GPUs could not use one.
         import_megatron()
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
         found = run_rank(folder, asdict(settings))
         dist.destroy_process_group()
-    else:
-        found = run_ranks(run_rank, 2, folder, asdict(settings), timeout=1200)[0]
+        return found
+
+    return judge(settings, "Megatron on one rank", run)
+
+
+def judge(settings: Settings, trainer: str, run: Callable[[Path], list[dict[str, Any]]]) -> int:
+    """Make the model, `run` with its folder, plot, record. Returns the exit status."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    settings.out.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    found = run(make_model(settings))
     steps = [Step(**step) for step in found]
     problems = verdict(steps, settings.max_kl)
     seconds = time.perf_counter() - begin
-    plot(steps, settings.out / "plot.png", settings)
+    plot(steps, settings.out / "plot.png", settings, trainer)
     return conclude(settings.out, asdict(settings), found, problems, seconds, "plot and record")
 
 

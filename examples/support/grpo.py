@@ -61,12 +61,8 @@ class Trainer:
             logits = model(next(batches)[:, :-1], positions, mask)
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                picked = output.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[:, PROMPT - 1 :, 0]
-                kept.append(picked.detach())
-                ratio = torch.ones_like(picked)
-                if sampled is not None:
-                    ratio = (picked.detach() - sampled.to(self.device)).exp().clamp(max=MAX_RATIO)
-                value = -(ratio * advantage[:, None] * picked).mean()
+                value, picked = grpo_loss(output, tokens, advantage, sampled)
+                kept.append(picked)
                 return value, {"loss": value.detach()}
 
             return logits, loss
@@ -87,6 +83,18 @@ class Trainer:
             chunk.finish_grad_sync()
         self.optimizer.step()
         return kept[0].cpu()
+
+
+def grpo_loss(
+    logits: torch.Tensor, tokens: torch.Tensor, advantage: torch.Tensor, sampled: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss, and the log-probabilities of the answers' tokens [n, answer]. logits [n, length - 1, vocabulary], the others as
+    `Trainer.step` takes them."""
+    picked = logits.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[:, PROMPT - 1 :, 0]
+    ratio = torch.ones_like(picked)
+    if sampled is not None:
+        ratio = (picked.detach() - sampled.to(picked.device)).exp().clamp(max=MAX_RATIO)
+    return -(ratio * advantage[:, None] * picked).mean(), picked.detach()
 
 
 def rewards(tokens: torch.Tensor, letters: torch.Tensor) -> torch.Tensor:

@@ -74,14 +74,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.copies = copies
         self.computed: dict[int, str] = {}
         self._kept: list[torch.Tensor] = []
+        self._views: set[Any] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func in self._views:  # most calls by far: one for each expert
+            return result
         written = mutated(func, args, kwargs)
-        if not written and (func.is_view or self.copies.follow(func, args, kwargs, result)):
+        if func.is_view and not written:
+            self._views.add(func)
+            return result
+        if not written and self.copies.follow(func, args, kwargs, result):
             return result
         before = {storage_id(t) for t in tensors_in((args, kwargs))}
         # A view by another name, such as _unsafe_view, has a storage that is known.
