@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 def test_both_replicas_are_seen_and_refitted(tmp_path):
     old, new = pair("qwen3", tmp_path)
     options = ("--worker-extension-cls", "vllm_refit_ext.RefitWorkerExtension", "--data-parallel-size", "2")
-    with open_server(old, *options) as server:
+    # Each replica's worker has a core of its own, as those of two ranks have.
+    with open_server(old, *options, "--tensor-parallel-size", "1", ranks=2) as server:
         client = HTTPClient(server.url)
         assert [s.rank for s in client.status()] == [0, 0]
         model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)

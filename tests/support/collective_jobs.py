@@ -181,7 +181,8 @@ def disagrees(folder: str, geometry: dict[str, Any], urls: list[str], bucket: in
     trainer.sender.prepare()
     trainer.sender.refit("good")
     if trainer.rank == 0:
-        replies = trainer.sender.replies[-1]
+        assert trainer.sender.prepared is not None
+        replies = trainer.sender.prepared.engines[-1].replies
         truth = replies[-1]
         replies[-1] = msgspec.structs.replace(truth, digest="0" * 64)
     failed = trainer.failure("never")
