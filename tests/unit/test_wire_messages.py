@@ -1,0 +1,71 @@
+"""A mutation of what a wire is told is refused by name, or changes nothing: the readers of real files and a real store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.support.mutate import mutated
+from tests.unit.test_ipc_relay import crossed
+from vllm_refit_ext.core.errors import RefitError
+from vllm_refit_ext.core.messages import UpdateInfo
+from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.wires import Reader, wire
+
+SEEDS = {"shm": range(1000), "ipc_staged": range(1000), "collective": range(60)}
+"""An address that is not there takes its time."""
+DEADLINE_S = 0.3
+
+
+def seen(name: str, reader: Any) -> Any:
+    """All that a reader would read with, as far as no byte has to come."""
+    if name == "ipc_staged":
+        where = {o: (r._file.name, r.memory.shape, r.memory.data_ptr() % 4096) for o, r in reader._rings.items()}
+        return where, reader._epochs, reader._laid.messages, reader._laid.seats
+    if name == "collective":
+        return reader._link.store.port, reader._link.names, reader._unpacker.travel.landing, reader._unpacker.travel.sizes
+    return [reader.memory(i).tolist() for i in np.unique(reader.whole.source).tolist()]
+
+
+@pytest.mark.parametrize("name", list(SEEDS))
+def test_mutated_messages(name):
+    plan, tensors, _ = crossed(2, 1)
+    chosen = wire(name)
+    mine = [[t for t, b in zip(tensors, plan.sources, strict=True) if b.rank == r] for r in range(2)]
+    senders = [chosen.open_sender(r, share, mine[r]) for r, share in enumerate(chosen.shares(plan, Sites("aa", "a"), 512))]
+    told = chosen.info([s.begin(mine[r]) for r, s in enumerate(senders)])
+    plain = msgspec.to_builtins(told, builtin_types=(bytes,))
+    kept: dict[str, Any] = {}
+
+    def opened(message: Any) -> Reader:
+        return chosen.open_reader(update(message), plan, kept)
+
+    def update(message: Any) -> UpdateInfo:
+        return UpdateInfo(wire=name, version="v", session="s", deadline_s=DEADLINE_S, **{name: message})
+
+    wanted, outcomes = seen(name, opened(told)), {"refused": 0, "same": 0}
+    before = torch.cat([t.reshape(-1) for t in tensors]).clone()
+    for seed in SEEDS[name]:
+        outcomes[outcome(lambda s=seed: seen(name, opened(msgspec.convert(mutated(plain, s), type(told)))), wanted)] += 1
+    assert seen(name, opened(told)) == wanted, "what is kept is what it was"
+    assert outcomes["refused"] > len(SEEDS[name]) // 2
+    assert torch.equal(before, torch.cat([t.reshape(-1) for t in tensors]))
+    for held in kept.values():
+        held.close()
+    for sender in senders:
+        sender.close()
+
+
+def outcome(read: Callable[[], Any], wanted: Any) -> str:
+    """Anything but a listed problem or the same reading fails the test."""
+    try:
+        found = read()
+    except (RefitError, msgspec.ValidationError):
+        return "refused"
+    assert found == wanted
+    return "same"
