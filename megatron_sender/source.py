@@ -110,12 +110,15 @@ class SourceMap:
             return False
         return (
             list(map(torch.Tensor.data_ptr, now)) == self._addresses
-            and list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
             and all(map(torch.Tensor.is_contiguous, now))
-            and list(map(_SHAPE, now)) == list(map(_SHAPE, self.tensors))
-            and list(map(_DTYPE, now)) == list(map(_DTYPE, self.tensors))
-            and all(map(torch.Tensor.is_contiguous, now))
+            and list(map(_SHAPE, now)) == self._known[0]
+            and list(map(_DTYPE, now)) == self._known[1]
         )
+
+    @functools.cached_property
+    def _known(self) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+        """Shapes and dtypes that the table was made for."""
+        return [buffer.shape for buffer in self.placements.buffers], [tensor.dtype for tensor in self.tensors]
 
     @functools.cached_property
     def _places(self) -> list[tuple[dict[str, Any], str]]:
