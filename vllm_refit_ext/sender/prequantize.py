@@ -94,9 +94,9 @@ class Prequantised:
         self._tensors = list(tensors)
         if not self._used:
             return self.tensors
-        sources = [tensors[i].detach() for i in self._used]
-        addresses = [t.data_ptr() for t in sources]
+        addresses = [tensors[i].data_ptr() for i in self._used]
         if self._table is None or addresses != self._addresses:
+            sources = [tensors[i].detach() for i in self._used]
             alignment = {3 * i: s.element_size() for i, s in enumerate(sources) if s.data_ptr() % 16}
             moves = [
                 QuantizeMove(
