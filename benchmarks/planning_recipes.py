@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vllm_refit_ext.plan_traffic import size
+from vllm_refit_ext.tools.plan_traffic import size
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 3600
@@ -28,7 +28,7 @@ LIMIT_S = 3600
 
 def measure(recipe: Path) -> tuple[dict[str, Any] | str, float, float, int]:
     """The report of `recipe` or the error; seconds by the clock and of the CPU; and the peak resident MiB of the process."""
-    command = [sys.executable, "-m", "vllm_refit_ext.cli", "plan", str(recipe), "--json"]
+    command = [sys.executable, "-m", "vllm_refit_ext.tools.cli", "plan", str(recipe), "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         begin = time.perf_counter()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_refit_ext.stand_ins import swap
+from vllm_refit_ext.core.stand_ins import swap
 
 NEED_TRANSFORMER_ENGINE = frozenset(
     {"megatron.bridge.peft.lora_layers", "megatron.bridge.models.gpt_full_te_layer_autocast_spec"}

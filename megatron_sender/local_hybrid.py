@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError
-from vllm_refit_ext.stand_ins import swap
+from vllm_refit_ext.core.stand_ins import swap
 
 
 class PlannedOnly(torch.nn.Module):

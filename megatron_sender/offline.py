@@ -24,7 +24,8 @@ from megatron_sender.source import SourceMap, source_map
 from vllm_refit_ext.core.errors import ConfigError, Problem
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Placements, concatenate
-from vllm_refit_ext.stand_ins import LargeOnMeta, Members, quiet
+from vllm_refit_ext.core.stand_ins import Members, quiet
+from vllm_refit_ext.kernels.meta import LargeOnMeta
 
 LARGE = 1 << 12
 """Elements from which a new tensor has no storage. Smaller ones may be tables that are computed with."""

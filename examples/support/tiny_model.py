@@ -16,7 +16,7 @@ import torch
 
 from examples.support import megatron_cpu
 from megatron_sender import local_spec
-from vllm_refit_ext.stand_ins import quiet
+from vllm_refit_ext.core.stand_ins import quiet
 
 BYTES, PAD, BOS, EOS = 256, 256, 257, 258
 """The tokenizer: one token for each of 256 bytes, then padding, begin and end."""

@@ -172,7 +172,7 @@ def test_a_trainer_that_megatron_refuses_is_one_clear_error() -> None:
 
 
 def plan(path: str) -> dict[str, Any]:
-    from vllm_refit_ext.cli_plan import plan_recipe
+    from vllm_refit_ext.tools.plan_command import plan_recipe
 
     return dict(msgspec.to_builtins(plan_recipe(Path(path))))
 

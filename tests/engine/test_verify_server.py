@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.engines import Server, open_server
 from tests.support.loose_sender import LooseSender
 from tests.support.seam_cases import pair
-from vllm_refit_ext import cli
 from vllm_refit_ext.client import HTTPClient
 from vllm_refit_ext.core.errors import VerifyError
+from vllm_refit_ext.tools import cli
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

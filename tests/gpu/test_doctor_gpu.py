@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_refit_ext.doctor import gpus, probe
+from vllm_refit_ext.tools.doctor import gpus, probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not probe.ask("facts").get("gpus"), reason="needs an NVIDIA GPU")]
 

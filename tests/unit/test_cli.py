@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from megatron_sender.config_load import load_recipe
-from vllm_refit_ext import cli, cli_plan, cli_verify
 from vllm_refit_ext.core.errors import ConfigError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import Status, VerifyReply
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Edge, Plan, build_plan
-from vllm_refit_ext.plan_report import Tally, grouped, spread, tables
-from vllm_refit_ext.plan_traffic import Traffic, direct, forwarded, relayed, sites_of, size
+from vllm_refit_ext.tools import cli, plan_command, verify_command
+from vllm_refit_ext.tools.plan_report import Tally, grouped, spread, tables
+from vllm_refit_ext.tools.plan_traffic import Traffic, direct, forwarded, relayed, sites_of, size
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 
@@ -165,17 +165,17 @@ def test_an_unreachable_engine_is_named(capsys):
 
 
 def test_engines_are_compared():
-    def engine(url: str, version: str, digest: str, state: str = "ready") -> cli_verify.EngineState:
+    def engine(url: str, version: str, digest: str, state: str = "ready") -> verify_command.EngineState:
         replies = [VerifyReply(rank=0, version=version, digests={"t": digest})] if state == "ready" else []
-        return cli_verify.EngineState(url, [Status(rank=0, state=state, version=version)], replies)
+        return verify_command.EngineState(url, [Status(rank=0, state=state, version=version)], replies)
 
-    assert cli_verify.problems([engine("a", "1", "x"), engine("b", "1", "x")]) == []
-    (differs,) = cli_verify.problems([engine("a", "1", "x"), engine("b", "1", "y")])
+    assert verify_command.problems([engine("a", "1", "x"), engine("b", "1", "x")]) == []
+    (differs,) = verify_command.problems([engine("a", "1", "x"), engine("b", "1", "y")])
     assert "'t'" in str(differs)
-    torn, versions = cli_verify.problems([engine("a", "1", "x"), engine("b", "2", "x", "torn")])
+    torn, versions = verify_command.problems([engine("a", "1", "x"), engine("b", "2", "x", "torn")])
     assert "torn" in str(torn)
     assert "different versions" in str(versions)
-    assert cli_verify.table(cli_verify.Answer([engine("a", "1", "x")], [torn])).row_count == 2
+    assert verify_command.table(verify_command.Answer([engine("a", "1", "x")], [torn])).row_count == 2
 
 
 def test_errors_of_ours_give_status_two():
@@ -193,7 +193,7 @@ def test_bench_speaks_the_words_of_a_recipe(monkeypatch, capsys):
     import yaml
 
     from megatron_sender.config import Hardware
-    from vllm_refit_ext import bench
+    from vllm_refit_ext.tools import bench
 
     monkeypatch.setattr(bench, "HOST_BYTES", 8 << 20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -210,7 +210,7 @@ def test_bench_speaks_the_words_of_a_recipe(monkeypatch, capsys):
 
 
 def test_a_plan_is_told_the_slowest_of_equal_links():
-    from vllm_refit_ext.bench import Measured, Speed
+    from vllm_refit_ext.tools.bench import Measured, Speed
 
     speeds = [Speed("host_bytes_per_second", f"GPU 0 to GPU {i}", 1, 1.0, rate) for i, rate in enumerate((3e11, 1e11, 2e11))]
     assert Measured("cuda", speeds, {}).hardware() == {"device": "cuda", "host_bytes_per_second": 1e11}
@@ -230,11 +230,11 @@ def test_engines_planned_together_add_up_to_engines_planned_apart(monkeypatch):
     routes = types.SimpleNamespace(
         placements=Placements.from_rows(*target), computed={"computed": "negated"}, dropped={"dropped": "passed over"}
     )
-    monkeypatch.setattr(cli_plan, "_routes", lambda *arguments: [routes])
+    monkeypatch.setattr(plan_command, "_routes", lambda *arguments: [routes])
     sources = Placements.from_rows(halves, rows)
-    together = cli_plan.report(recipe, manifest, sources)
-    monkeypatch.setattr(cli_plan, "ROWS_AT_ONCE", 1)
-    assert cli_plan.report(recipe, manifest, sources) == together
+    together = plan_command.report(recipe, manifest, sources)
+    monkeypatch.setattr(plan_command, "ROWS_AT_ONCE", 1)
+    assert plan_command.report(recipe, manifest, sources) == together
     assert together.received == [512] * 5
     assert together.sent == [1280] * 2
     assert together.unread == ["dropped"]

@@ -60,7 +60,7 @@ def test_the_preflight_counts_the_buffers_that_the_wire_has():
 
 def readers() -> set[str]:
     """Names of the attributes that the preflight, the plan and the sender's settings read."""
-    files = [*(ROOT / "megatron_sender").glob("*.py"), ROOT / "vllm_refit_ext" / "cli_plan.py"]
+    files = [*(ROOT / "megatron_sender").glob("*.py"), ROOT / "vllm_refit_ext" / "tools" / "plan_command.py"]
     found = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):

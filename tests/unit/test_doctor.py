@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_refit_ext import doctor
-from vllm_refit_ext.doctor import gpus, host, packages, probe
+from vllm_refit_ext.tools import doctor
+from vllm_refit_ext.tools.doctor import gpus, host, packages, probe
 
 GOOD = {
     "python": "3.12.4",

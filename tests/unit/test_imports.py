@@ -21,7 +21,7 @@ FORBIDDEN = [
     ("vllm_refit_ext/receiver", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.client", "vllm_refit_ext.sender")),
     ("vllm_refit_ext/sender", (*OUTSIDE, "vllm", "megatron", "megatron_sender", "vllm_refit_ext.receiver")),
     ("vllm_refit_ext", OUTSIDE),
-    ("megatron_sender", (*OUTSIDE, "vllm", "vllm_refit_ext.receiver")),
+    ("megatron_sender", (*OUTSIDE, "vllm", "vllm_refit_ext.receiver", "vllm_refit_ext.tools")),
 ]  # fmt: skip
 """Folder -> what no file in it names in an import, at the top or in a function. `vllm-refit plan` alone joins both packages."""
 
@@ -65,6 +65,12 @@ def test_arrows_point_one_way(folder: str, forbidden: tuple[str, ...]) -> None:
         if any(name == other or name.startswith(f"{other}.") for other in forbidden)
     ]
     assert wrong == []
+
+
+def test_nothing_but_the_tools_imports_the_tools() -> None:
+    files = [f for f in (ROOT / "vllm_refit_ext").rglob("*.py") if "tools" not in f.relative_to(ROOT).parts]
+    assert files
+    assert [str(f.relative_to(ROOT)) for f in files if any(n.startswith("vllm_refit_ext.tools") for n in imported(f))] == []
 
 
 def test_an_import_in_a_function_is_seen(tmp_path: Path) -> None:

@@ -458,7 +458,7 @@ def test_the_preflight_needs_neither_torch_nor_vllm_nor_megatron():
     code = (
         "import sys\n"
         "for name in ('torch', 'vllm', 'megatron', 'triton', 'transformers'): sys.modules[name] = None\n"
-        "import megatron_sender.preflight, vllm_refit_ext.doctor\n"
-        "assert vllm_refit_ext.doctor.run()\n"
+        "import megatron_sender.preflight, vllm_refit_ext.tools.doctor\n"
+        "assert vllm_refit_ext.tools.doctor.run()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -14,7 +14,8 @@ import torch
 from megatron_sender.bridge import known_missing
 from megatron_sender.local_hybrid import GatedNorm, WholeLinear
 from vllm_refit_ext.core.errors import ConfigError
-from vllm_refit_ext.stand_ins import LargeOnMeta, Members, quiet, swap
+from vllm_refit_ext.core.stand_ins import Members, quiet, swap
+from vllm_refit_ext.kernels.meta import LargeOnMeta
 
 
 def test_a_swap_is_undone_for_own_and_for_inherited_attributes():

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_refit_ext.doctor import gpus, host, packages, probe
-from vllm_refit_ext.doctor.finding import Finding, Level
+from vllm_refit_ext.tools.doctor import gpus, host, packages, probe
+from vllm_refit_ext.tools.doctor.finding import Finding, Level
 
 if TYPE_CHECKING:
     from rich.table import Table

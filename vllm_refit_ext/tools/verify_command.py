@@ -41,7 +41,7 @@ def ask(urls: Sequence[str], checkpoint: Path | None = None) -> Answer:
     """
     held = None
     if checkpoint is not None:
-        from vllm_refit_ext.checkpoint import Checkpoint
+        from vllm_refit_ext.tools.checkpoint import Checkpoint
 
         held = Checkpoint(checkpoint)
     engines = []

@@ -7,7 +7,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 
-from vllm_refit_ext.doctor.finding import Finding
+from vllm_refit_ext.tools.doctor.finding import Finding
 
 GROUP, PLUGIN = "vllm.general_plugins", "refit"
 

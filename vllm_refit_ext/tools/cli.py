@@ -28,7 +28,7 @@ def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
 
     Exits with 1 when a finding is a failure.
     """
-    from vllm_refit_ext import doctor as checks
+    from vllm_refit_ext.tools import doctor as checks
 
     findings = checks.run()
     if json:
@@ -53,8 +53,8 @@ def plan(
     edges:
         List every edge in the tables too.
     """
-    from vllm_refit_ext.cli_plan import plan_recipe
-    from vllm_refit_ext.plan_report import tables
+    from vllm_refit_ext.tools.plan_command import plan_recipe
+    from vllm_refit_ext.tools.plan_report import tables
 
     found = plan_recipe(recipe)
     if json:
@@ -74,7 +74,7 @@ def bench(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     json:
         Print one JSON document instead of a table.
     """
-    from vllm_refit_ext import bench as speeds
+    from vllm_refit_ext.tools import bench as speeds
 
     measured = speeds.measure()
     if json:
@@ -102,7 +102,7 @@ def verify(url: list[str], /, *, checkpoint: Path | None = None, json: Annotated
     Exits with 1 when a rank is torn, ranks serve different versions, engines of one size differ, or a tensor is not the
     checkpoint's.
     """
-    from vllm_refit_ext.cli_verify import ask, table
+    from vllm_refit_ext.tools.verify_command import ask, table
 
     answer = ask(url, checkpoint)
     if json:

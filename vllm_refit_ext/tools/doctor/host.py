@@ -8,7 +8,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from vllm_refit_ext.doctor.finding import GIB, Finding
+from vllm_refit_ext.tools.doctor.finding import GIB, Finding
 
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The name that Linux gives the machine's own process namespace."""

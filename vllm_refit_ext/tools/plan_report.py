@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.plan import Edge, Plan
-from vllm_refit_ext.plan_traffic import Crossing, Floor, Speeds, Traffic, size
+from vllm_refit_ext.tools.plan_traffic import Crossing, Floor, Speeds, Traffic, size
 
 if TYPE_CHECKING:
     from rich.table import Table

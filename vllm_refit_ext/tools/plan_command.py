@@ -17,8 +17,8 @@ from vllm_refit_ext.core.manifest import Manifest, whole_tensors
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import distances
-from vllm_refit_ext.plan_report import PlanReport, Tally, grouped, travelling
-from vllm_refit_ext.plan_traffic import LINKS, Traffic, direct, forwarded, merged, relayed, sites_of
+from vllm_refit_ext.tools.plan_report import PlanReport, Tally, grouped, travelling
+from vllm_refit_ext.tools.plan_traffic import LINKS, Traffic, direct, forwarded, merged, relayed, sites_of
 
 if TYPE_CHECKING:
     from megatron_sender.config import Engine, Recipe
@@ -35,7 +35,7 @@ def plan_recipe(path: Path) -> PlanReport:
     from megatron_sender.config_load import load_recipe
     from megatron_sender.offline import trainer_placements
     from megatron_sender.preflight import check_refit_support
-    from vllm_refit_ext.stand_ins import quiet
+    from vllm_refit_ext.core.stand_ins import quiet
 
     recipe = check_refit_support(load_recipe(path))
     # What vLLM and Megatron have to say about a machine without a GPU is no news here, and standard output is the report's.

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_refit_ext.doctor.finding import GIB, Finding
-from vllm_refit_ext.doctor.packages import numbers
+from vllm_refit_ext.tools.doctor.finding import GIB, Finding
+from vllm_refit_ext.tools.doctor.packages import numbers
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

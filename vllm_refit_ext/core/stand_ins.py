@@ -1,16 +1,12 @@
-"""What planning puts in the place of a running job: groups without processes, tensors without storage, and silence."""
+"""What planning puts in the place of a running job: attributes set for a while, groups without processes, and silence."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
-
-import torch
-from torch.overrides import TorchFunctionMode
 
 _MISSING = object()
 
@@ -35,26 +31,6 @@ class Members:
     def rank(self) -> int:
         """This rank's number in it."""
         return self._rank
-
-
-class LargeOnMeta(TorchFunctionMode):
-    """Makes new tensors of at least `elements` elements on the meta device, and leaves the others real: they may be tables that
-    are computed with. `placed`: also those that a device was named for.
-    """
-
-    FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
-
-    def __init__(self, elements: int, *, placed: bool = False) -> None:
-        super().__init__()
-        self._elements, self._placed = elements, placed
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self.FACTORIES and (self._placed or kwargs.get("device") is None):
-            size = args[0] if args and isinstance(args[0], list | tuple) else kwargs.get("size", args)
-            if math.prod(n for n in size if isinstance(n, int)) >= self._elements:
-                kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
