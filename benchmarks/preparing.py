@@ -40,7 +40,7 @@ from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.receiver.recording import Recording
 from vllm_refit_ext.receiver.routes.table import Routes
 from vllm_refit_ext.receiver.target_places import place
-from vllm_refit_ext.wires.ipc_staged import StagedRounds
+from vllm_refit_ext.wires.ring import RingRounds
 
 BUCKET_BYTES = 256 << 20
 PLAIN_PARTS = ("norm", "mlp.gate.weight", "embed_tokens", "lm_head")
@@ -111,7 +111,7 @@ def steps_of(layers: int, tp: int, prequantised: bool) -> dict[str, float]:
     with part("bind"):
         table.bind(buffers)
     with part("rounds"):
-        rounds = StagedRounds(plan, BUCKET_BYTES, torch.device("cpu"), {})
+        rounds = RingRounds(plan, BUCKET_BYTES, torch.device("cpu"), {})
     with part("writers of rounds"):
         for step in rounds.steps:
             Table(KernelWriter(step, params, held, torch.device("cpu"))._moves, "cpu", backend="triton")

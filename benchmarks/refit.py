@@ -3,7 +3,7 @@
     python -m benchmarks.refit --model qwen3-30b-a3b
 
 Trainer-format shards at full published shapes (synthetic weights) and a real vLLM engine (`load_format=dummy`) share one GPU.
-For a BF16 and for an MXFP8 engine the run measures wires `ipc` and `ipc_staged`, MXFP8 quantised by the trainer, vLLM's own
+For a BF16 and for an MXFP8 engine the run measures wires `ipc` and `ring`, MXFP8 quantised by the trainer, vLLM's own
 IPC transfer, and a loop that gathers tensors of the checkpoint into a buffer and has the engine load them, layer by layer. The
 ceiling is a device-to-device copy measured in the same run. Writes a table, a JSON record and a plot.
 """
@@ -340,7 +340,7 @@ def main(settings: Settings) -> int:
         print(f"{kind} engine after {time.perf_counter() - begin:.0f} s", flush=True)
         steps: list[tuple[str, Callable[[], None]]] = [
             ("ipc", lambda b=bench: b.ours("ipc", "ipc")),  # type: ignore[misc]
-            ("ipc_staged", lambda b=bench: b.ours("ipc_staged", "ipc_staged")),  # type: ignore[misc]
+            ("ring", lambda b=bench: b.ours("ring", "ring")),  # type: ignore[misc]
         ]
         if kind == "mxfp8":
             steps.append(("quantised", lambda b=bench: b.ours("ipc, trainer quantises", "ipc", quantise=True)))  # type: ignore[misc]

@@ -165,7 +165,7 @@ class Refit(Part, frozen=True, kw_only=True):
         Literal["direct", "staged"] | None,
         Meta(
             description="`direct` (wire `ipc` only): no buffers between. `staged`: through ring buffers on the trainer; with "
-            "`ipc` this is the sender's wire `ipc_staged`, whose trainer ranks also relay between hosts. Null: direct for "
+            "`ipc` this is the sender's wire `ring`, whose trainer ranks also relay between hosts. Null: direct for "
             "`ipc`, staged for the others."
         ),
     ] = None

@@ -30,5 +30,5 @@ def sender_config(recipe: Recipe, *, unused: Iterable[str] = (), resident: bool 
 def wire_name(refit: Refit) -> WireName:
     """The wire's name in messages and in `SenderConfig`: a recipe's `ipc` is two wires there, by its mode."""
     if refit.wire == "ipc":
-        return "ipc" if refit.effective_mode() == "direct" else "ipc_staged"
+        return "ipc" if refit.effective_mode() == "direct" else "ring"
     return refit.wire

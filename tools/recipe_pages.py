@@ -37,7 +37,7 @@ turns the `refit` part into the sender's settings; what a recipe does not know i
     sender = MegatronSender(model_chunks, bridge, engine, sender_config(recipe, unused=unread))
 
 `unread` are the checkpoint names that no engine reads, such as multi-token prediction layers: `vllm-refit plan RECIPE --json`
-lists them under that name. A recipe's wire `ipc` is the sender's `ipc` in mode direct and its `ipc_staged` in mode staged.
+lists them under that name. A recipe's wire `ipc` is the sender's `ipc` in mode direct and its `ring` in mode staged.
 `running_requests` and `max_steps_off` are for the training loop to keep; the preflight holds them against the rest.
 
 This page is generated from the schema by `python -m tools.recipe_pages`.
@@ -67,7 +67,7 @@ Memory of another host can't be mapped. A host is `hardware.gpus_per_host` ranks
 
 - `ipc` in mode direct, and `shm`: colocated, when the trainer ranks of each host hold all that its engine ranks need (of equal
   copies the near one is read); disaggregated, when all fits one host.
-- `ipc` in mode staged, which is the sender's wire `ipc_staged`: colocated always, as every engine's host has trainer ranks. These
+- `ipc` in mode staged, which is the sender's wire `ring`: colocated always, as every engine's host has trainer ranks. These
   receive what lies elsewhere and show it to the engine. Disaggregated, when all fits one host.
 - `collective`: disaggregated always; colocated on CPUs only, as two NCCL ranks can't share a GPU.
 

@@ -1,4 +1,4 @@
-"""Quantising in the trainer: real Megatron ranks, a real MXFP8 engine on a CPU, wires `shm` and `ipc_staged`."""
+"""Quantising in the trainer: real Megatron ranks, a real MXFP8 engine on a CPU, wires `shm` and `ring`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine(folder):
         yield llm, url
 
 
-@pytest.mark.parametrize(("geometry", "wire"), [({"tp": 2}, "shm"), ({"ep": 2}, "shm"), ({"tp": 2, "ep": 2}, "ipc_staged")])
+@pytest.mark.parametrize(("geometry", "wire"), [({"tp": 2}, "shm"), ({"ep": 2}, "shm"), ({"tp": 2, "ep": 2}, "ring")])
 def test_trainer_quantises(folder, engine, geometry, wire):
     """Codes and scales of every rank's own shards arrive as the reference quantises the whole tensors; half the bytes travel."""
     llm, url = engine

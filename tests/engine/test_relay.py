@@ -1,4 +1,4 @@
-"""Wire `ipc_staged` over played hosts: real Megatron ranks on two sites, a real engine on one of them, and a relay between.
+"""Wire `ring` over played hosts: real Megatron ranks on two sites, a real engine on one of them, and a relay between.
 
 The engine answers exactly like a fresh one, and between hosts travels what the plan takes from there, once.
 """

@@ -1,4 +1,4 @@
-"""Wire `ipc_staged` over played hosts, with an engine that spans them, and with faults. `test_relay.py` has the short form."""
+"""Wire `ring` over played hosts, with an engine that spans them, and with faults. `test_relay.py` has the short form."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_stale_memory_is_found(started):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("wire_name", "bucket"), [("ipc_staged", 64 << 20), ("ipc_staged", 100_000), ("shm", 1024)])
+@pytest.mark.parametrize(("wire_name", "bucket"), [("ring", 64 << 20), ("ring", 100_000), ("shm", 1024)])
 def test_other_wires_give_the_same_bytes(started, fresh, kind, wire_name, bucket):
     """Staged in one bucket and in many, and uploaded from the host's shared memory."""
     folders, engines = started

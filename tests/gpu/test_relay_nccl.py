@@ -1,4 +1,4 @@
-"""Relays of wire `ipc_staged` over NCCL: two trainer ranks on GPUs of two played sites, and an engine rank on the second GPU."""
+"""Relays of wire `ring` over NCCL: two trainer ranks on GPUs of two played sites, and an engine rank on the second GPU."""
 
 from __future__ import annotations
 

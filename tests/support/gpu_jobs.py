@@ -18,7 +18,7 @@ from vllm_refit_ext.client import HTTPClient
 def die_while_packing(url: str, folder: str) -> None:
     """Prepare, begin a refit in small buckets, and end without a word after the fourth."""
     given = {n: t.cuda() for path in sorted(Path(folder).glob("*.safetensors")) for n, t in load_file(path).items()}
-    sender = LooseSender(HTTPClient(url), given, wire_name="ipc_staged", deadline_s=60, bucket_bytes=100_000)
+    sender = LooseSender(HTTPClient(url), given, wire_name="ring", deadline_s=60, bucket_bytes=100_000)
     sender.prepare()
     pack = sender._sender._pack
 

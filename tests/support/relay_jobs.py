@@ -1,4 +1,4 @@
-"""What trainer ranks do in the tests of wire `ipc_staged` over played sites. Engines are behind URLs."""
+"""What trainer ranks do in the tests of wire `ring` over played sites. Engines are behind URLs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_refit_ext.client import HTTPClient
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.sites import SITE
 from vllm_refit_ext.core.table import unpack
-from vllm_refit_ext.wires.ipc_relay import Flight
+from vllm_refit_ext.wires.ring_relay import Flight
 
 
 class Trainer:
@@ -29,7 +29,7 @@ class Trainer:
         self.rank = dist.get_rank()
         os.environ[SITE] = sites[self.rank]
         self.clients = [HTTPClient(url) for url in urls]
-        settings = SenderConfig(wire="ipc_staged", bucket_bytes=bucket, **config)
+        settings = SenderConfig(wire="ring", bucket_bytes=bucket, **config)
         self.sender = MegatronSender(self.chunks, self.bridge, self.clients if self.rank == 0 else None, settings)
         self.travelled: dict[int, int] = {}
         self._count()

@@ -1,4 +1,4 @@
-"""One rank of a small refit over wire `ipc_staged`, without trainer and engine around it. Sites are played."""
+"""One rank of a small refit over wire `ring`, without trainer and engine around it. Sites are played."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from tests.support.collective_ranks import SHAPE, content, tables
 from vllm_refit_ext.core.errors import RefitError
-from vllm_refit_ext.core.messages import IpcStagedInfo, UpdateInfo
+from vllm_refit_ext.core.messages import RingInfo, UpdateInfo
 from vllm_refit_ext.core.placement import concatenate
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
-from vllm_refit_ext.wires import ipc_staged
-from vllm_refit_ext.wires.ipc_relay import Flight
+from vllm_refit_ext.wires import ring
+from vllm_refit_ext.wires.ring_relay import Flight
 
 
 class Rank:
@@ -34,8 +34,8 @@ class Rank:
             self.tensors = [torch.zeros(self.rows, SHAPE[1], device=device)]
             if rank == len(trainers) - 1:
                 self.tensors.append(torch.zeros(7, dtype=torch.bfloat16, device=device))
-            share = ipc_staged.shares(self.plan, self.sites, bucket)[rank]
-            self.sender = ipc_staged.open_sender(rank, share, self.tensors)
+            share = ring.shares(self.plan, self.sites, bucket)[rank]
+            self.sender = ring.open_sender(rank, share, self.tensors)
         else:
             self.engine = rank - len(trainers)
             self.plan = build_plan(manifest, sources, targets[self.engine])
@@ -63,7 +63,7 @@ class Rank:
             part = self.folder / f"{name}.{self.rank}.part"
             part.write_bytes(self.sender.begin(self.tensors))
             part.rename(self.folder / f"{name}.{self.rank}")
-        info = ipc_staged.info([self.read(f"{name}.{r}", deadline_s) for r in range(len(self.sites.trainers))])
+        info = ring.info([self.read(f"{name}.{r}", deadline_s) for r in range(len(self.sites.trainers))])
         end = time.monotonic() + deadline_s
         if self.is_trainer:
             watch(name, end)
@@ -71,10 +71,10 @@ class Rank:
         return self._read(name, version, info, deadline_s, end, step)
 
     def _read(
-        self, name: str, version: int, info: IpcStagedInfo, deadline_s: float, end: float, step: Callable[[int], None]
+        self, name: str, version: int, info: RingInfo, deadline_s: float, end: float, step: Callable[[int], None]
     ) -> dict[int, int]:
-        update = UpdateInfo(wire="ipc_staged", version=name, session=name, deadline_s=deadline_s, ipc_staged=info)
-        reader = ipc_staged.open_reader(update, self.plan, self.kept)
+        update = UpdateInfo(wire="ring", version=name, session=name, deadline_s=deadline_s, ring=info)
+        reader = ring.open_reader(update, self.plan, self.kept)
         try:
             reader.start(end)
             for number, plan in enumerate(reader.steps):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.unit.test_ipc_relay import crossed
+from tests.unit.test_ring_relay import crossed
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, RefitError, WireError
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.sites import Sites

@@ -14,7 +14,7 @@ from megatron_sender.config_sender import sender_config, wire_name
 from megatron_sender.preflight_refit import STAGING_BUFFERS
 from tools.recipe_pages import ROOT
 from vllm_refit_ext.core.messages import WireName
-from vllm_refit_ext.wires.ipc_ring import RING
+from vllm_refit_ext.wires.ring_buffers import RING
 
 RECIPES = [load_recipe(file) for file in find_recipes(ROOT / "examples" / "recipes")]
 PARTS = [part for part in vars(config).values() if isinstance(part, type) and issubclass(part, config.Part)]
@@ -25,7 +25,7 @@ PARTS = [part for part in vars(config).values() if isinstance(part, type) and is
     [
         ("ipc", None, "ipc"),
         ("ipc", "direct", "ipc"),
-        ("ipc", "staged", "ipc_staged"),
+        ("ipc", "staged", "ring"),
         ("shm", None, "shm"),
         ("shm", "staged", "shm"),
         ("collective", None, "collective"),

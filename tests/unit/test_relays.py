@@ -13,7 +13,7 @@ from vllm_refit_ext.core.plan import Edge, build_plan
 from vllm_refit_ext.core.relays import choose_relays
 from vllm_refit_ext.core.sites import SITE, Sites, apart, distances, not_shared
 from vllm_refit_ext.wires.collective_rounds import ALIGN, Message
-from vllm_refit_ext.wires.ipc_lanes import RING, Task, seats, table_of, tasks_of
+from vllm_refit_ext.wires.ring_order import RING, Task, seats, table_of, tasks_of
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The ring of wire `ipc_staged`: what is late, what is false, what is left behind. One process plays both sides."""
+"""The ring of wire `ring`: what is late, what is false, what is left behind. One process plays both sides."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.test_ipc_relay import Ranks, crossed
+from tests.unit.test_ring_relay import Ranks, crossed
 from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError, WireError
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
-from vllm_refit_ext.wires import cuda_ipc, ipc_staged, shm
+from vllm_refit_ext.wires import cuda_ipc, ring, shm
 
 WAIT_S = 20.0
 
 
 def update_of(told: Any) -> UpdateInfo:
-    return UpdateInfo(wire="ipc_staged", version="v", session="s", ipc_staged=told)
+    return UpdateInfo(wire="ring", version="v", session="s", ring=told)
 
 
 def told_of(ranks: Ranks) -> Any:
-    return ipc_staged.info([s.begin(t) for s, t in zip(ranks.senders, ranks.tensors, strict=True)])
+    return ring.info([s.begin(t) for s, t in zip(ranks.senders, ranks.tensors, strict=True)])
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_rank_of_an_earlier_refit_gives_up_nothing_of_this_one(ranks):
     """A reader that stalled past its refit goes on in the next one: it reads nothing, frees nothing, stops nothing."""
     targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
     told = told_of(ranks)
-    late = ipc_staged.open_reader(update_of(told), ranks.plans[0], {})
+    late = ring.open_reader(update_of(told), ranks.plans[0], {})
     late.start(time.monotonic() + WAIT_S)
 
     def send() -> None:
@@ -65,7 +65,7 @@ def test_a_rank_of_an_earlier_refit_gives_up_nothing_of_this_one(ranks):
     epoch = words.epoch
     for message in list(late._here):
         late._give_up(message)
-    assert words.read(0, ipc_staged.DONE, epoch) == 0
+    assert words.read(0, ring.DONE, epoch) == 0
     with pytest.raises(WireError, match="gave up"):
         late.memory(int(late.steps[-1].source.max()))
     with pytest.raises(WireError):
@@ -81,13 +81,13 @@ def test_a_rank_of_an_earlier_refit_gives_up_nothing_of_this_one(ranks):
 def test_a_late_reader_frees_nothing_while_the_next_refit_runs(ranks):
     """The case that lost two buckets: the late rank frees its slots in the middle of the next refit."""
     told = told_of(ranks)
-    late = ipc_staged.open_reader(update_of(told), ranks.plans[0], {})
+    late = ring.open_reader(update_of(told), ranks.plans[0], {})
     pack = ranks.senders[0]._pack
 
     def disturbed(number: int, into: torch.Tensor) -> None:
         for count in range(1, 50):
-            late._rings[0].words.write(0, ipc_staged.DONE, late._epochs[0], count)
-        late._rings[0].words.write(0, ipc_staged.STOP, late._epochs[0])
+            late._rings[0].words.write(0, ring.DONE, late._epochs[0], count)
+        late._rings[0].words.write(0, ring.STOP, late._epochs[0])
         pack(number, into)
 
     ranks.senders[0]._pack = disturbed
@@ -137,8 +137,8 @@ def test_an_engine_that_fails_leaves_the_other_one_its_bytes(how):
             failures.append(error)
 
     threads = [threading.Thread(target=send, args=(s,)) for s in ranks.senders]
-    bad = ipc_staged.open_reader(update_of(told), ranks.plans[1], {}) if how == "gives up" else None
-    good = ipc_staged.open_reader(update_of(told), ranks.plans[0], {})
+    bad = ring.open_reader(update_of(told), ranks.plans[1], {}) if how == "gives up" else None
+    good = ring.open_reader(update_of(told), ranks.plans[0], {})
     try:
         for thread in threads:
             thread.start()
@@ -169,22 +169,22 @@ def test_a_message_that_was_refused_changes_nothing_that_is_kept(ranks):
     targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
     ranks.refit(targets)
     told, kept = told_of(ranks), ranks.kept[0]
-    laid, rings = kept["ipc_staged"].laid, dict(kept["ipc_staged"].rings)
-    ring = told.rings[0]
+    laid, rings = kept["ring"].laid, dict(kept["ring"].rings)
+    first = told.rings[0]
     for change in (
         {"bucket_bytes": 64},
         {"bucket_bytes": told.bucket_bytes + 1},
         {"engines": 5},
         {"rings": []},
-        {"rings": [ring, ring]},
+        {"rings": [first, first]},
         *(
-            {"rings": [msgspec.structs.replace(ring, **c)]}
+            {"rings": [msgspec.structs.replace(first, **c)]}
             for c in (
-                {"epoch": ring.epoch + 1},
-                {"epoch": ring.epoch - 1},
-                {"start": ring.start + 8},
-                {"slots": [ring.slots[0], 0]},
-                {"slots": [*ring.slots, 256]},
+                {"epoch": first.epoch + 1},
+                {"epoch": first.epoch - 1},
+                {"start": first.start + 8},
+                {"slots": [first.slots[0], 0]},
+                {"slots": [*first.slots, 256]},
                 {"site": "elsewhere"},
                 {"process": "x"},
                 {"rank": 1},
@@ -193,9 +193,9 @@ def test_a_message_that_was_refused_changes_nothing_that_is_kept(ranks):
         ),
     ):
         with pytest.raises((WireError, ConfigError)):
-            ipc_staged.open_reader(update_of(msgspec.structs.replace(told, **change)), ranks.plans[0], kept)
-        assert kept["ipc_staged"].laid is laid
-        assert kept["ipc_staged"].rings == rings
+            ring.open_reader(update_of(msgspec.structs.replace(told, **change)), ranks.plans[0], kept)
+        assert kept["ring"].laid is laid
+        assert kept["ring"].rings == rings
     ranks.refit(targets)
     assert holds(ranks, targets, 0)
 
@@ -209,9 +209,9 @@ def test_memory_of_something_else_is_no_ring(ranks, tmp_path):
     outside = tmp_path / "x"
     outside.write_bytes(bytes(1 << 20))
     for name in (publisher.name, f"../../{outside}", str(outside)):
-        ring = msgspec.structs.replace(told.rings[0], name=name)
+        other = msgspec.structs.replace(told.rings[0], name=name)
         with pytest.raises(WireError):
-            ipc_staged.open_reader(update_of(msgspec.structs.replace(told, rings=[ring])), ranks.plans[0], {})
+            ring.open_reader(update_of(msgspec.structs.replace(told, rings=[other])), ranks.plans[0], {})
     assert torch.equal(publisher._file.bytes, before)
     assert not any(outside.read_bytes())
     publisher.close()
@@ -245,7 +245,7 @@ def test_both_halves_leave_nothing_behind():
     before = left()
     for _ in range(20):
         once()
-    kept["ipc_staged"].close()
+    kept["ring"].close()
     after = left()
     assert all(b <= a for a, b in zip(before, after, strict=True)), (before, after)
 

@@ -156,7 +156,7 @@ def test_whatever_sending_raises_refuses_the_engines(module, sender_of, error):
     assert all(same(e, module) for e in engines)
 
 
-@pytest.mark.parametrize("wire", ["shm", "ipc_staged", "collective"])
+@pytest.mark.parametrize("wire", ["shm", "ring", "collective"])
 @pytest.mark.parametrize("change", ["transposed", "expanded", "smaller", "cast", "gone"])
 def test_memory_that_no_longer_fits_is_named_on_every_wire(module, sender_of, wire, change):
     engine = SmallEngine()

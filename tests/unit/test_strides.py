@@ -8,12 +8,12 @@ import torch
 
 from megatron_sender.bridge import Held
 from megatron_sender.source import SourceMap
-from tests.unit.test_ipc_relay import crossed
+from tests.unit.test_ring_relay import crossed
 from vllm_refit_ext.core.errors import LayoutError, WireError
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Placements
 from vllm_refit_ext.core.sites import Sites
-from vllm_refit_ext.wires import collective, ipc_staged, shm
+from vllm_refit_ext.wires import collective, ring, shm
 from vllm_refit_ext.wires.boxes import as_bytes
 
 
@@ -40,7 +40,7 @@ def test_the_source_map_looks_at_strides():
     assert source.refresh() == []
 
 
-@pytest.mark.parametrize("wire", [ipc_staged, collective])
+@pytest.mark.parametrize("wire", [ring, collective])
 def test_a_wire_that_counts_row_major_elements_refuses_others(wire):
     """Between two refits, with the same address; in order again, it is taken again."""
     plan, tensors, _ = crossed(1, 1)

@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from tests.support.mutate import mutated
-from tests.unit.test_ipc_relay import crossed
+from tests.unit.test_ring_relay import crossed
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires import Reader, wire
 
-SEEDS = {"shm": range(1000), "ipc_staged": range(1000), "collective": range(60)}
+SEEDS = {"shm": range(1000), "ring": range(1000), "collective": range(60)}
 """An address that is not there takes its time."""
 DEADLINE_S = 0.3
 
 
 def seen(name: str, reader: Any) -> Any:
     """All that a reader would read with, as far as no byte has to come."""
-    if name == "ipc_staged":
+    if name == "ring":
         where = {o: (r._file.name, r.memory.shape, r.memory.data_ptr() % 4096) for o, r in reader._rings.items()}
         return where, reader._epochs, reader._laid.messages, reader._laid.seats
     if name == "collective":

@@ -28,8 +28,8 @@ Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 """Numbers that a peer may send. What lies outside is a problem of the message, and no overflow somewhere behind it."""
 
-WireName = Literal["shm", "ipc", "ipc_staged", "collective"]
-"""How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `ipc_staged`: rings of buffers on each host,
+WireName = Literal["shm", "ipc", "ring", "collective"]
+"""How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `ring`: rings of buffers on each host,
 which trainer ranks fill for their own host and relay for others. `collective`: shard to shard over NCCL or gloo. The field of
 `UpdateInfo` with this name holds the wire's own part."""
 
@@ -137,8 +137,8 @@ class IpcInfo(Message, frozen=True, kw_only=True):
     ranks: list[IpcRank]
 
 
-class RingInfo(Message, frozen=True, kw_only=True):
-    """One trainer rank's ring for wire `ipc_staged`. name: of the file with the words. slots: bytes of a buffer for each engine
+class RingRank(Message, frozen=True, kw_only=True):
+    """One trainer rank's ring for wire `ring`. name: of the file with the words. slots: bytes of a buffer for each engine
     rank. start: where the buffers begin in that file when they are not on a GPU. handle, device, address, process: the memory on
     a GPU. epoch: number of this refit among those of the ring, from 1. site: of the trainer rank, for errors. The ring's file
     has a digest of all this but the epoch."""
@@ -155,7 +155,7 @@ class RingInfo(Message, frozen=True, kw_only=True):
     site: str = ""
 
 
-class IpcStagedInfo(Message, frozen=True, kw_only=True):
+class RingInfo(Message, frozen=True, kw_only=True):
     """The rings of all trainer ranks, most payload bytes of a bucket, and the number of engine ranks.
 
     lanes: int64 [n, 3], sorted: (trainer rank, engine rank, relay). What the plan takes from that trainer rank for that engine
@@ -163,7 +163,7 @@ class IpcStagedInfo(Message, frozen=True, kw_only=True):
     host, port: of the store in which trainer ranks of several sites meet; engine ranks do not.
     """
 
-    rings: list[RingInfo]
+    rings: list[RingRank]
     bucket_bytes: Bytes
     engines: Rank
     lanes: Column | None = None
@@ -191,7 +191,7 @@ class UpdateInfo(Envelope, frozen=True, kw_only=True):
     checksum: str = ""
     shm: ShmInfo | None = None
     ipc: IpcInfo | None = None
-    ipc_staged: IpcStagedInfo | None = None
+    ring: RingInfo | None = None
     collective: CollectiveInfo | None = None
 
 

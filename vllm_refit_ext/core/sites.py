@@ -50,7 +50,7 @@ def not_shared(other: str) -> str:
     if not apart(other, here):
         return f"check that the trainer has not ended, and that both see the same shared memory and GPUs (site {here!r})"
     return (
-        f"the trainer rank is on site {other!r} and this process on {here!r}: use wire ipc_staged, which relays between hosts, "
+        f"the trainer rank is on site {other!r} and this process on {here!r}: use wire ring, which relays between hosts, "
         f"or wire collective; for containers of one host, share /dev/shm and name that host in {SITE} for both"
     )
 

@@ -46,7 +46,7 @@ class SenderConfig(Settings, frozen=True):
     prequantize: quantise in the trainer what engines hold as MXFP8, and the checkpoint names in `quantise` beside. sample: moves
     that every engine rank recomputes by the reference before each commit. keep: what every engine keeps as it is and need not be
     offered (a frozen vision tower), by name or glob of engine parameters or checkpoint tensors. bucket_bytes: most payload of a
-    message on the wires that stage, `ipc_staged` and `collective`.
+    message on the wires that stage, `ring` and `collective`.
     """
 
     wire: WireName = "shm"

@@ -89,7 +89,7 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
         tally.note("goes nowhere", why, names)
     if parts:
         traffic = merged(parts)
-    elif wire == "ipc_staged":
+    elif wire == "ring":
         traffic = relayed(tally.edges(), sites, place, h.gpus_per_host)
     else:
         traffic = direct(tally.bytes, place, h.gpus_per_host)

@@ -143,7 +143,7 @@ def forwarded(
 
 
 def relayed(edges: Sequence[Edge], sites: Sites, place: Place, per_host: int) -> Traffic:
-    """On wire `ipc_staged`: what lies on another host comes to a trainer rank of the engine rank's host, which shows it there."""
+    """On wire `ring`: what lies on another host comes to a trainer rank of the engine rank's host, which shows it there."""
     lanes, rows = choose_relays(edges, sites), []
     for edge in edges:
         via = lanes.get((edge.source, edge.target), edge.source)

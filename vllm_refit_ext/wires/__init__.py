@@ -31,7 +31,7 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires.boxes import Memory
 
-NAMES = ("shm", "ipc", "ipc_staged", "collective")
+NAMES = ("shm", "ipc", "ring", "collective")
 BUCKET_BYTES = 256 << 20
 """Most payload of a message on a wire that stages, unless the caller says otherwise. At 360 GB/s it travels in 0.7 ms, long
 against the start of a batch or the turn of two processes.

@@ -83,7 +83,7 @@ def export(base: int) -> bytes:
     """The handle of the allocation that begins at `base`. Raises WireError for memory that has none."""
     handle = _Handle()
     do = (
-        "start the trainer with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or use wire ipc_staged, "
+        "start the trainer with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or use wire ring, "
         "which exports only its own buffers"
     )
     _check(

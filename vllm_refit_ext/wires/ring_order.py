@@ -1,4 +1,4 @@
-"""Who puts which message where, on wire `ipc_staged`: pure tables, equal on all ranks.
+"""Who puts which message where, on wire `ring`: pure tables, equal on all ranks.
 
 An engine rank reads messages in the order (round, source), each from the ring of one trainer rank of its own site: the source
 itself, or the relay that the source sends it to. A ring has RING buffers for an engine rank, and a buffer holds one round: what

@@ -1,4 +1,4 @@
-"""Wire `ipc_staged` over played sites with real rings, a real store and real gloo groups, in processes, with faults."""
+"""Wire `ring` over played sites with real rings, a real store and real gloo groups, in processes, with faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_refit_ext.core.plan import build_plan
 
 TRAINERS, ENGINES = ("a", "a", "b", "b"), ("a", "b")
 RANKS = len(TRAINERS) + len(ENGINES)
-PRELOAD = ("vllm_refit_ext.wires.ipc_staged", "vllm_refit_ext.receiver.writers")
+PRELOAD = ("vllm_refit_ext.wires.ring", "vllm_refit_ext.receiver.writers")
 Failure = tuple[str, str, float]
 
 

@@ -1,4 +1,4 @@
-"""Wire `ipc_staged`: through a ring of buffers that each trainer rank exports once, where its parameters can't be exported or
+"""Wire `ring`: through a ring of buffers that each trainer rank exports once, where its parameters can't be exported or
 must move, or where the trainer spans hosts.
 
 The trainer packs its part of the plan into buckets of bounded size, in plan order; a tensor larger than a bucket is cut; while
@@ -7,7 +7,7 @@ memory is two buckets for each engine rank on the trainer's side, and on the eng
 codes. Without a GPU the ring lies in shared memory, and everything else is the same.
 
 An engine rank maps rings of its own site only. What lies on another site is sent to a trainer rank of the engine rank's site,
-which receives it straight into its ring (`core.relays`, `ipc_lanes`, `ipc_relay`). Where all ranks are on one site there is no
+which receives it straight into its ring (`core.relays`, `ring_order`, `ring_relay`). Where all ranks are on one site there is no
 group and no copy.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
-from vllm_refit_ext.core.messages import IpcStagedInfo, RingInfo, UpdateInfo
+from vllm_refit_ext.core.messages import RingInfo, RingRank, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.relays import choose_relays
@@ -30,12 +30,12 @@ from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES, Reader
 from vllm_refit_ext.wires.collective_rounds import Rounds, rounds
-from vllm_refit_ext.wires.ipc_lanes import Seat, schedule, seats, table_of
-from vllm_refit_ext.wires.ipc_ring import DONE, READY, STOP, RingReader, padded, seal_of
-from vllm_refit_ext.wires.ipc_send import WHERE, Part, Share, StagedSender, rest_of
+from vllm_refit_ext.wires.ring_buffers import DONE, READY, STOP, RingMapping, padded, seal_of
+from vllm_refit_ext.wires.ring_order import Seat, schedule, seats, table_of
+from vllm_refit_ext.wires.ring_send import WHERE, Part, RingSender, Share, rest_of
 
 
-class StagedRounds:
+class RingRounds:
     """The moves into one engine rank with the ring as their source. Kept from refit to refit.
 
     whole: all of them. steps: those in place, a plan a round. A source buffer of these plans is one message, seen as one dtype.
@@ -95,11 +95,11 @@ class StagedRounds:
         return Plan(plan.manifest, buffers, plan.targets, **columns)
 
 
-class StagedIpcReader(Reader):
+class RingReader(Reader):
     """An engine rank's half, for one refit. rings: by trainer rank, relays included. epochs: of this refit. `token` changes with
     any address."""
 
-    def __init__(self, laid: StagedRounds, rings: dict[int, RingReader], epochs: dict[int, int]) -> None:
+    def __init__(self, laid: RingRounds, rings: dict[int, RingMapping], epochs: dict[int, int]) -> None:
         self._laid, self._rings, self._epochs = laid, rings, epochs
         self.whole, self.steps = laid.whole, laid.steps
         self.received: dict[int, int] = {}
@@ -176,7 +176,7 @@ class StagedIpcReader(Reader):
         self._here = {}
 
 
-def _check_epochs(rings: Mapping[int, RingReader], epochs: Mapping[int, int]) -> None:
+def _check_epochs(rings: Mapping[int, RingMapping], epochs: Mapping[int, int]) -> None:
     """Raise WireError where a ring is in another refit than its epoch here, or its owner gave this one up."""
     do = "refit once more"
     problems = [
@@ -195,8 +195,8 @@ class _Kept:
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
-        self.laid: StagedRounds | None = None
-        self.rings: dict[int, RingReader] = {}
+        self.laid: RingRounds | None = None
+        self.rings: dict[int, RingMapping] = {}
 
     def close(self) -> None:
         """Unmap every ring."""
@@ -260,12 +260,12 @@ def _pieces(travels: Sequence[Rounds], plan: Plan, rank: int) -> list[Column]:
     return [pack(c[order].astype(np.int64)) for c in columns]
 
 
-def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> StagedSender:
+def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> RingSender:
     """Allocate and export this rank's ring. Raises WireError when there is no room, or where rank 0 can't serve the store."""
-    return StagedSender(rank, msgspec.msgpack.decode(share, type=Share), tensors)
+    return RingSender(rank, msgspec.msgpack.decode(share, type=Share), tensors)
 
 
-def info(parts: Sequence[bytes]) -> IpcStagedInfo:
+def info(parts: Sequence[bytes]) -> RingInfo:
     """The message for `update_weights`. Raises ConfigError when trainer ranks that relay hold their weights on different kinds of
     device."""
     decoded = [msgspec.msgpack.decode(p, type=Part) for p in parts]
@@ -273,7 +273,7 @@ def info(parts: Sequence[bytes]) -> IpcStagedInfo:
     backends = sorted({p.backend for p in decoded})
     if head.lanes is not None and len(backends) > 1:
         raise ConfigError("some trainer ranks hold their weights on a GPU and some do not", where=WHERE, got=", ".join(backends))
-    return IpcStagedInfo(
+    return RingInfo(
         rings=[p.ring for p in decoded],
         bucket_bytes=head.bucket_bytes,
         engines=head.engines,
@@ -283,11 +283,11 @@ def info(parts: Sequence[bytes]) -> IpcStagedInfo:
     )
 
 
-def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> StagedIpcReader:
+def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> RingReader:
     """Map the rings that this rank's plan reads, and check that they belong to this refit. Raises ConfigError, WireError."""
-    told = update.ipc_staged
+    told = update.ring
     if told is None:
-        raise ConfigError("wire ipc_staged needs the field ipc_staged", where="update_weights", do="pass what the sender made")
+        raise ConfigError("wire ring needs the field ring", where="update_weights", do="pass what the sender made")
     ranks = {b.rank for b in plan.targets}
     if ranks and (max(ranks) >= told.engines or told.bucket_bytes < 8):
         raise ConfigError(
@@ -297,23 +297,23 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> StagedI
             wanted=f"below {told.engines}",
             do="prepare again",
         )
-    held: _Kept = kept.setdefault("ipc_staged", _Kept())
+    held: _Kept = kept.setdefault("ring", _Kept())
     on_gpu = any(r.handle for r in told.rings)
     if on_gpu and not torch.cuda.is_available():
         raise ConfigError("the trainer's ring is on a GPU and this engine has none", where=WHERE, do="use the wire shm")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     key = told.bucket_bytes, device, _relays(told, ranks)
-    laid = held.laid if held.laid is not None and held.plan is plan and held.laid.key == key else StagedRounds(plan, *key)
+    laid = held.laid if held.laid is not None and held.plan is plan and held.laid.key == key else RingRounds(plan, *key)
     by_rank = {r.rank: r for r in told.rings}
     if len(by_rank) < len(told.rings):
         raise WireError("two rings were named for one trainer rank", where=WHERE, got=[r.rank for r in told.rings])
     _check_rings(laid, by_rank)
-    rest, opened, problems = rest_of(told.bucket_bytes, told.engines, told.lanes), dict[int, RingReader](), list[Problem]()
+    rest, opened, problems = rest_of(told.bucket_bytes, told.engines, told.lanes), dict[int, RingMapping](), list[Problem]()
     for owner in laid.slots:
         ring = held.rings.get(owner)
         try:
             if ring is None or ring.seal != seal_of(by_rank[owner], rest):
-                opened[owner] = RingReader(by_rank[owner], device, rest)
+                opened[owner] = RingMapping(by_rank[owner], device, rest)
         except WireError as error:
             problems += error.problems
     rings = {owner: opened[owner] if owner in opened else held.rings[owner] for owner in laid.slots if not problems}
@@ -330,10 +330,10 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> StagedI
         if rings.get(owner) is not ring:
             ring.close()
     held.plan, held.laid, held.rings = plan, laid, rings
-    return StagedIpcReader(laid, rings, epochs)
+    return RingReader(laid, rings, epochs)
 
 
-def _relays(told: IpcStagedInfo, ranks: set[int]) -> dict[int, int]:
+def _relays(told: RingInfo, ranks: set[int]) -> dict[int, int]:
     """The lanes of this engine rank: source -> relay. Raises ConfigError for a table that can't be read."""
     if told.lanes is None:
         return {}
@@ -346,7 +346,7 @@ def _relays(told: IpcStagedInfo, ranks: set[int]) -> dict[int, int]:
     return {int(source): int(relay) for source, engine, relay in rows[np.isin(rows[:, 1], sorted(ranks))]}
 
 
-def _check_rings(laid: StagedRounds, rings: Mapping[int, RingInfo]) -> None:
+def _check_rings(laid: RingRounds, rings: Mapping[int, RingRank]) -> None:
     """Raise WireError when rings are missing, ConfigError when they have other buffers than this rank's messages."""
     missing = sorted(set(laid.slots) - set(rings))
     if missing:

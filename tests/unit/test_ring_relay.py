@@ -29,9 +29,9 @@ from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import SITE, Sites
 from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.receiver.writers import InPlaceWriter
-from vllm_refit_ext.wires import ipc_send, ipc_staged, shm
+from vllm_refit_ext.wires import ring, ring_send, shm
 from vllm_refit_ext.wires.collective_rounds import ALIGN
-from vllm_refit_ext.wires.ipc_relay import AHEAD
+from vllm_refit_ext.wires.ring_relay import AHEAD
 
 WAIT_S = 30.0
 BUCKETS = (24, 100, 1 << 20)
@@ -53,7 +53,7 @@ class StrictGroup:
 
 
 class StrictMeeting:
-    """`ipc_relay.Meeting` of threads, whose rendezvous the test gives."""
+    """`ring_relay.Meeting` of threads, whose rendezvous the test gives."""
 
     rendezvous: Rendezvous
     stopped = False
@@ -79,8 +79,8 @@ class Ranks:
         self.plan, self.sites, self.sources = plan, sites, sources
         first = np.searchsorted([b.rank for b in plan.sources], np.arange(len(sites.trainers) + 1))
         self.tensors = [sources[first[r] : first[r + 1]] for r in range(len(sites.trainers))]
-        shares = ipc_staged.shares(plan, sites, bucket)
-        self.senders = [ipc_staged.open_sender(r, share, self.tensors[r]) for r, share in enumerate(shares)]
+        shares = ring.shares(plan, sites, bucket)
+        self.senders = [ring.open_sender(r, share, self.tensors[r]) for r, share in enumerate(shares)]
         peers = [s._meeting.peers if s._meeting is not None else set() for s in self.senders]
         assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"
         self.kept: list[dict[str, Any]] = [{} for _ in sites.engines]
@@ -88,15 +88,15 @@ class Ranks:
 
     def refit(self, targets: dict[str, torch.Tensor], pause: float = 0.0) -> list[dict[int, int]]:
         """One refit; what each engine rank received, by trainer rank. pause: most seconds that a reader dawdles at a step."""
-        told = ipc_staged.info([s.begin(t) for s, t in zip(self.senders, self.tensors, strict=True)])
-        update = UpdateInfo(wire="ipc_staged", version="v", session="s", ipc_staged=told)
+        told = ring.info([s.begin(t) for s, t in zip(self.senders, self.tensors, strict=True)])
+        update = UpdateInfo(wire="ring", version="v", session="s", ring=told)
         end, failures = time.monotonic() + WAIT_S, []
         received: list[dict[int, int]] = [{} for _ in self.plans]
 
         def read(rank: int) -> None:
             if not len(self.plans[rank]):
                 return
-            reader = ipc_staged.open_reader(update, self.plans[rank], self.kept[rank])
+            reader = ring.open_reader(update, self.plans[rank], self.kept[rank])
             reader.start(end)
             try:
                 for step in reader.steps:
@@ -148,7 +148,7 @@ def own(plan: Plan, rank: int) -> Plan:
 
 @pytest.fixture(autouse=True)
 def _strict(monkeypatch):
-    monkeypatch.setattr(ipc_send, "Meeting", StrictMeeting)
+    monkeypatch.setattr(ring_send, "Meeting", StrictMeeting)
 
 
 def ordered(case: Any) -> tuple[Plan, list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -260,7 +260,7 @@ def test_one_site_has_neither_group_nor_outbox(monkeypatch):
     def forbidden(*_: Any) -> None:
         raise AssertionError("nothing is to meet on one site")
 
-    monkeypatch.setattr(ipc_send, "Meeting", forbidden)
+    monkeypatch.setattr(ring_send, "Meeting", forbidden)
     plan, tensors, whole = crossed(2, 2)
     targets = {b.name: torch.zeros(b.shape) for b in plan.targets}
     ranks = Ranks(plan, Sites("aa", "aa"), 128, tensors)
@@ -275,7 +275,7 @@ def test_one_site_has_neither_group_nor_outbox(monkeypatch):
 def test_no_trainer_rank_beside_an_engine_rank_is_found_before_anything_is_opened():
     plan, _, _ = crossed(2, 2)
     with pytest.raises(ConfigError, match=r"engine rank 1 on 'b': no trainer rank") as caught:
-        ipc_staged.shares(plan, Sites("aa", "ab"), 128)
+        ring.shares(plan, Sites("aa", "ab"), 128)
     assert SITE in str(caught.value)
 
 
@@ -283,7 +283,7 @@ def test_messages_that_do_not_fit_are_refused():
     plan, tensors, _ = crossed(2, 2)
     StrictMeeting.rendezvous = Rendezvous()
     ranks = Ranks(plan, Sites("ab", "ab"), 1024, tensors)
-    told = ipc_staged.info([s.begin(t) for s, t in zip(ranks.senders, ranks.tensors, strict=True)])
+    told = ring.info([s.begin(t) for s, t in zip(ranks.senders, ranks.tensors, strict=True)])
     try:
         for change, kind, text in (
             ({"lanes": pack(np.zeros((2, 2), np.int64))}, ConfigError, "lanes can't be read"),
@@ -292,9 +292,9 @@ def test_messages_that_do_not_fit_are_refused():
             ({"rings": told.rings[:1]}, WireError, "no ring was named"),
             ({"bucket_bytes": 64}, ConfigError, "other buffers than the plan needs"),
         ):
-            update = UpdateInfo(wire="ipc_staged", version="v", session="s", ipc_staged=msgspec.structs.replace(told, **change))
+            update = UpdateInfo(wire="ring", version="v", session="s", ring=msgspec.structs.replace(told, **change))
             with pytest.raises(kind, match=text):
-                ipc_staged.open_reader(update, ranks.plans[1], {})
+                ring.open_reader(update, ranks.plans[1], {})
     finally:
         ranks.close()
 
@@ -303,12 +303,12 @@ def test_a_ring_of_another_host_says_where_both_are(monkeypatch):
     monkeypatch.setenv(SITE, "there")
     plan, tensors, _ = crossed(1, 1)
     ranks = Ranks(plan, Sites("a", "a"), 128, tensors)
-    told = ipc_staged.info([ranks.senders[0].begin(tensors)])
+    told = ring.info([ranks.senders[0].begin(tensors)])
     ranks.close()
     monkeypatch.setenv(SITE, "here")
-    update = UpdateInfo(wire="ipc_staged", version="v", session="s", ipc_staged=told)
+    update = UpdateInfo(wire="ring", version="v", session="s", ring=told)
     with pytest.raises(WireError, match=r"'there'.*'here'.*VLLM_REFIT_SITE"):
-        ipc_staged.open_reader(update, ranks.plans[0], {})
+        ring.open_reader(update, ranks.plans[0], {})
 
 
 def test_direct_wires_say_where_both_are_too(monkeypatch):

@@ -1,5 +1,5 @@
-"""A trainer rank's half of wire `ipc_staged`: it packs its own messages and passes on those of other sites, in the order of
-`ipc_lanes`.
+"""A trainer rank's half of wire `ring`: it packs its own messages and passes on those of other sites, in the order of
+`ring_order`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import RefitError, WireError
-from vllm_refit_ext.core.messages import IpcStagedInfo, RingInfo
+from vllm_refit_ext.core.messages import RingInfo, RingRank
 from vllm_refit_ext.core.table import Column, unpack
 from vllm_refit_ext.kernels.moves import At, CopyMove, Strided, contiguous
 from vllm_refit_ext.kernels.table import Table
 from vllm_refit_ext.wires import Sender
 from vllm_refit_ext.wires.boxes import addresses_of
 from vllm_refit_ext.wires.collective_group import Backend
-from vllm_refit_ext.wires.ipc_lanes import RING, Task, tasks_of
-from vllm_refit_ext.wires.ipc_relay import Flight, Meeting
-from vllm_refit_ext.wires.ipc_ring import DONE, READY, REFUSED, RingOwner, RingReader, Words
+from vllm_refit_ext.wires.ring_buffers import DONE, READY, REFUSED, RingMapping, RingOwner, Words
+from vllm_refit_ext.wires.ring_order import RING, Task, tasks_of
+from vllm_refit_ext.wires.ring_relay import Flight, Meeting
 
-WHERE = "wire ipc_staged"
+WHERE = "wire ring"
 
 
 class Share(msgspec.Struct):
-    """What a trainer rank must know: its tasks as `ipc_lanes.table_of` makes them, and its pieces, one column each, sorted by
+    """What a trainer rank must know: its tasks as `ring_order.table_of` makes them, and its pieces, one column each, sorted by
     (round, target, place in the message).
 
     trainers, engines: ranks of both sides. sites: whether the trainer ranks live on several. lanes: of the whole plan, as in the
@@ -52,11 +52,11 @@ class Share(msgspec.Struct):
 
 
 def rest_of(bucket_bytes: int, engines: int, lanes: Column | None) -> bytes:
-    """Fields of `IpcStagedInfo` that every ring's seal covers."""
+    """Fields of `RingInfo` that every ring's seal covers."""
     return msgspec.msgpack.encode((bucket_bytes, engines, lanes))
 
 
-class StagedSender(Sender):
+class RingSender(Sender):
     """A trainer rank's half. `staging_bytes`: memory of its ring, with what it relays, and of the buffers that it sends from."""
 
     sends = True
@@ -100,7 +100,7 @@ class StagedSender(Sender):
         share, lanes = self._share, self._share.lanes if self.rank == 0 else None
         return msgspec.msgpack.encode(Part(info, share.bucket_bytes, share.engines, self._backend, lanes, host, port))
 
-    def transfer(self, session: str, info: IpcStagedInfo, deadline: float) -> dict[int, int]:
+    def transfer(self, session: str, info: RingInfo, deadline: float) -> dict[int, int]:
         """Pack, send and pass on every message when its buffer is free. deadline: time.monotonic seconds.
 
         An engine rank that gives up, or whose engine refuses, is left out from then on; the others get their bytes. Returns bytes
@@ -115,7 +115,7 @@ class StagedSender(Sender):
         try:
             if self.rank != 0:
                 told = next(r for r in info.rings if r.rank == 0)
-                lead = RingReader(told, None, self._share.rest()), told.epoch
+                lead = RingMapping(told, None, self._share.rest()), told.epoch
             with self._lock:
                 self._refuse_now(session)
             side = _Side(self._ring.words, epoch, lead)
@@ -134,7 +134,7 @@ class StagedSender(Sender):
             raise lost
         return sent
 
-    def _travel(self, meeting: Meeting, session: str, info: IpcStagedInfo, epoch: int, deadline: float) -> dict[int, int]:
+    def _travel(self, meeting: Meeting, session: str, info: RingInfo, epoch: int, deadline: float) -> dict[int, int]:
         """`transfer` where the trainer spans sites: whoever gives up stops all, since messages of all engine ranks pass through
         the same trainer ranks."""
         try:
@@ -265,7 +265,7 @@ class _Side:
     ranks that gave up or were refused."""
 
     def __init__(
-        self, words: Words, epoch: int, lead: tuple[RingReader, int] | None = None, meeting: Meeting | None = None
+        self, words: Words, epoch: int, lead: tuple[RingMapping, int] | None = None, meeting: Meeting | None = None
     ) -> None:
         self._words, self._epoch, self._lead, self._meeting = words, epoch, lead, meeting
         self.lost: set[int] = set()
@@ -307,7 +307,7 @@ class _Side:
 class Part(msgspec.Struct):
     """What a trainer rank tells rank 0; lanes, host and port only from rank 0 itself."""
 
-    ring: RingInfo
+    ring: RingRank
     bucket_bytes: int
     engines: int
     backend: Backend

@@ -1,4 +1,4 @@
-"""The trainer ranks of several sites among themselves, on wire `ipc_staged`: how they meet and stop together, and what travels.
+"""The trainer ranks of several sites among themselves, on wire `ring`: how they meet and stop together, and what travels.
 
 They have a group of their own (NCCL between GPUs, gloo between CPUs), made at the first refit, kept, and made anew after a
 failure. No engine rank is in it: an engine rank sees rings of its own site only.
@@ -15,14 +15,14 @@ import msgspec
 import torch
 
 from vllm_refit_ext.core.errors import RefitError, WireError
-from vllm_refit_ext.core.messages import IpcStagedInfo
+from vllm_refit_ext.core.messages import RingInfo
 from vllm_refit_ext.wires.collective import Link
 from vllm_refit_ext.wires.collective_group import POLL_S, Backend, Group, Parcel, Ticket
 from vllm_refit_ext.wires.collective_host import GOING, Host
 from vllm_refit_ext.wires.collective_meet import CONNECT_S, open_store
-from vllm_refit_ext.wires.ipc_lanes import RING, Task
+from vllm_refit_ext.wires.ring_order import RING, Task
 
-WIRE = "ipc_staged"
+WIRE = "ring"
 LOOK_S = 0.25
 """Seconds between two looks into the store whether some rank gave up."""
 AHEAD = 4
@@ -50,7 +50,7 @@ class Meeting:
         """Where rank 0 serves the store; nothing on the others."""
         return self._host.address if self._host is not None else ("", 0)
 
-    def start(self, session: str, info: IpcStagedInfo, deadline: float) -> Group | None:
+    def start(self, session: str, info: RingInfo, deadline: float) -> Group | None:
         """Begin a refit. With lanes all trainer ranks meet; returns their group. Raises on all ranks the same error."""
         self._session, self._look, self._cause = session, 0.0, None
         self._link.connect(info.host, info.port, deadline)
@@ -102,7 +102,7 @@ class _Flying(msgspec.Struct):
 class Flight:
     """The messages of one trainer rank that travel, in the order of all messages, for one refit.
 
-    They are waited for in that order and no later message is waited for before them, as the argument in `ipc_lanes` asks.
+    They are waited for in that order and no later message is waited for before them, as the argument in `ring_order` asks.
     """
 
     def __init__(self, group: Group, ready: Callable[[Task], None], stopped: Callable[[], bool], deadline: float) -> None:

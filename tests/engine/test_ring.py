@@ -1,4 +1,4 @@
-"""Wire `ipc_staged` to real engines: buckets of any size, cut tensors, scales apart from their codes; the result is the same
+"""Wire `ring` to real engines: buckets of any size, cut tensors, scales apart from their codes; the result is the same
 bytes."""
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def test_buckets_change_nothing(engine, bucket):
     folder, llm = engine
     before = live(llm)
     given = weights(folder)
-    sender = LooseSender(LLMClient(llm), {n: t * 1.5 for n, t in given.items()}, wire_name="ipc_staged", bucket_bytes=bucket)
+    sender = LooseSender(LLMClient(llm), {n: t * 1.5 for n, t in given.items()}, wire_name="ring", bucket_bytes=bucket)
     sender.prepare()
     sender.refit("other")
     assert same(live(llm), before)
     sender.close()
     cuts = {"model.layers.0.self_attn.o_proj.weight": (1, 2)}
-    sender = LooseSender(LLMClient(llm), given, wire_name="ipc_staged", cuts=cuts, bucket_bytes=bucket)
+    sender = LooseSender(LLMClient(llm), given, wire_name="ring", cuts=cuts, bucket_bytes=bucket)
     names = sender.prepare({"prequantize": True})[0].quantise
     for i in range(2):
         report = sender.refit(f"same-{i}")[0]
@@ -54,7 +54,7 @@ def test_buckets_change_nothing(engine, bucket):
         ((codes, scales),) = quantize([given[name]])
         offered |= {name: codes.view(torch.float8_e4m3fn), name + TRAVELLING_SCALE: scales}
         specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
-    sender = LooseSender(LLMClient(llm), dict(sorted(offered.items())), specs=specs, wire_name="ipc_staged", bucket_bytes=bucket)
+    sender = LooseSender(LLMClient(llm), dict(sorted(offered.items())), specs=specs, wire_name="ring", bucket_bytes=bucket)
     sender.prepare({"prequantize": True})
     sender.refit("coded")
     assert sender.verify() == len(given)
@@ -64,7 +64,7 @@ def test_buckets_change_nothing(engine, bucket):
 def test_a_trainer_that_stops_is_noticed(engine):
     """The trainer gives up between buckets: the engine says so at once, and a later refit heals it."""
     folder, llm = engine
-    sender = LooseSender(LLMClient(llm), weights(folder), wire_name="ipc_staged", bucket_bytes=50_000)
+    sender = LooseSender(LLMClient(llm), weights(folder), wire_name="ring", bucket_bytes=50_000)
     sender.prepare()
     pack = sender._sender._pack
 

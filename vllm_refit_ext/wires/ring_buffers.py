@@ -2,7 +2,7 @@
 
 The buffers are device memory that is exported once, or shared memory on a CPU. The words lie in a file of shared memory: for
 every engine rank how many messages are ready and how many it has done with. A trainer rank fills a buffer when what it held is
-done with; an engine rank reads message i when i + 1 are ready. `ipc_lanes` says which message lies where. All waits have a
+done with; an engine rank reads message i when i + 1 are ready. `ring_order` says which message lies where. All waits have a
 deadline, and each side sees when the other is gone.
 
 Every word has one writer and carries the epoch of the refit that it speaks of, so what a late rank writes or reads is never taken
@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import DeadlineError, WireError
-from vllm_refit_ext.core.messages import RingInfo
+from vllm_refit_ext.core.messages import RingRank
 from vllm_refit_ext.core.sites import this_site
 from vllm_refit_ext.wires import cuda_ipc
-from vllm_refit_ext.wires.ipc_lanes import RING
+from vllm_refit_ext.wires.ring_order import RING
 from vllm_refit_ext.wires.shared_file import SharedFile, create, open_file
 
 HEADER = struct.Struct("<8sIi16s")  # magic, protocol, rank, seal
@@ -118,8 +118,8 @@ def words_bytes(engines: int) -> int:
     return WORDS + (_FIRST + SETS * 4 * engines) * 8
 
 
-def seal_of(info: RingInfo, rest: bytes) -> bytes:
-    """What a ring's header says of its message. rest: what the message says beside `info`, see `ipc_send.Share`."""
+def seal_of(info: RingRank, rest: bytes) -> bytes:
+    """What a ring's header says of its message. rest: what the message says beside `info`, see `ring_send.Share`."""
     return hashlib.blake2b(msgspec.msgpack.encode(msgspec.structs.replace(info, epoch=0)) + rest, digest_size=16).digest()
 
 
@@ -142,7 +142,7 @@ class RingOwner:
             self._address = cuda_ipc.allocate(self.nbytes, device)
             handle = cuda_ipc.export(self._address)
             self.memory = cuda_ipc.as_tensor(self._address, self.nbytes, device)
-        self.info = RingInfo(
+        self.info = RingRank(
             rank=rank,
             name=self._file.name,
             slots=self._slots,
@@ -155,7 +155,7 @@ class RingOwner:
         )
         HEADER.pack_into(self._file.memory, 0, MAGIC, PROTOCOL, rank, seal_of(self.info, rest))
 
-    def begin(self) -> RingInfo:
+    def begin(self) -> RingRank:
         """Begin a refit, with the next epoch. Returns what readers need."""
         self.info = msgspec.structs.replace(self.info, epoch=self.info.epoch + 1)
         self.words.begin(self.info.epoch)
@@ -176,17 +176,17 @@ class RingOwner:
         self._file.close()
 
 
-class RingReader:
+class RingMapping:
     """An engine rank's mapping of one trainer rank's ring. `seal`: of the message that it was opened by."""
 
-    def __init__(self, info: RingInfo, device: torch.device | None, rest: bytes) -> None:
+    def __init__(self, info: RingRank, device: torch.device | None, rest: bytes) -> None:
         """Map it. device: whose kernels read the buffers; None maps the words alone. rest: see `seal_of`.
 
         Raises WireError where it can't be opened, or is not what the message says.
         """
         self._device, self._opened, self._slots = device, 0, info.slots
         self.seal, self.memory = seal_of(info, rest), torch.empty(0, dtype=torch.uint8)
-        where = f"wire ipc_staged, ring of trainer rank {info.rank}"
+        where = f"wire ring, ring of trainer rank {info.rank}"
         nbytes = max(ALIGN, RING * sum(info.slots))
         size = words_bytes(len(info.slots)) if info.handle else info.start + nbytes
         self._file = open_file(info.name, info.rank, size, where, info.site, write=True)
