@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import torch
 
+from tests.support.wire_refit import refit
 from tests.unit.test_ring_relay import crossed
-from vllm_refit_ext.core.errors import ConfigError, DeadlineError, RefitError, WireError
+from vllm_refit_ext.core.errors import ConfigError, DeadlineError, WireError
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.sites import Sites
-from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective, collective_group
 
 SITES = Sites("a", "a")
@@ -25,38 +25,12 @@ def update_of(told: Any, session: str = "s", deadline_s: float = 3.0) -> UpdateI
     return UpdateInfo(wire="collective", version="v", session=session, deadline_s=deadline_s, collective=told)
 
 
-def refit(sender: Any, plan: Any, tensors: list[torch.Tensor], kept: dict[str, Any], session: str) -> dict[str, torch.Tensor]:
-    told = collective.info([sender.begin(tensors)])
-    end, failures = time.monotonic() + 20, []
-
-    def send() -> None:
-        try:
-            sender.transfer(session, told, end)
-        except RefitError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    targets = {b.name: torch.zeros(b.shape) for b in plan.targets}
-    reader = collective.open_reader(update_of(told, session, 20.0), plan, kept)
-    try:
-        reader.start(end)
-        for step in reader.steps:
-            InPlaceWriter(step, targets).write(reader)
-        reader.confirm()
-    finally:
-        reader.close()
-        thread.join()
-    assert not failures
-    return targets
-
-
 def test_a_message_that_the_trainer_did_not_make_is_refused_and_changes_nothing():
     plan, tensors, whole = crossed(1, 1)
     sender = collective.open_sender(0, collective.shares(plan, SITES, 256)[0], tensors)
     kept: dict[str, Any] = {}
     try:
-        refit(sender, plan, tensors, kept, "one")
+        refit("collective", sender, plan, tensors, kept, "one")
         held, group = kept["collective"], kept["collective"].link.group
         told = held.info
         for change in (
@@ -76,7 +50,7 @@ def test_a_message_that_the_trainer_did_not_make_is_refused_and_changes_nothing(
             assert held.link.group is group
         for t in tensors:
             t.mul_(2)
-        targets = refit(sender, plan, tensors, kept, "two")
+        targets = refit("collective", sender, plan, tensors, kept, "two")
         assert torch.equal(targets["t1.0"], whole[1] * 2)
         assert held.link.group is group, "the group is used again"
     finally:
@@ -90,13 +64,13 @@ def test_a_step_in_place_is_what_the_next_refit_sends():
     sender = collective.open_sender(0, collective.shares(plan, SITES, 256)[0], tensors)
     kept: dict[str, Any] = {}
     try:
-        refit(sender, plan, tensors, kept, "one")
+        refit("collective", sender, plan, tensors, kept, "one")
         strided = torch.as_strided(tensors[0], tensors[0].shape, (1, tensors[0].shape[0]))
         with pytest.raises(WireError, match="no longer contiguous"):
             sender.begin([strided, *tensors[1:]])
         for t in tensors:
             t.add_(1)
-        targets = refit(sender, plan, tensors, kept, "two")
+        targets = refit("collective", sender, plan, tensors, kept, "two")
         assert all(torch.equal(targets[f"t{i}.0"], t + 1) for i, t in enumerate(whole))
     finally:
         sender.close()

@@ -136,6 +136,24 @@ def test_mappings_close_unless_the_trainer_stays(device, plan, monkeypatch):
     assert device.opened == []
 
 
+def test_both_halves_leave_nothing_behind(device, plan, monkeypatch):
+    """Twenty trainers, resident or not, to an engine rank that keeps what it kept: no mapping stays but the last one's."""
+    held, maps = tensors(), ipc.Maps()
+    for number in range(20):
+        both = senders(plan)
+        for s in both:
+            s.resident = number % 2 == 1
+        one = reader(begin(both, held, monkeypatch), plan, maps)
+        one.confirm()
+        one.close()
+        for s in both:
+            s.close()
+            s.close()
+        assert len(device.opened) == 4 * (number % 2)
+    maps.close()
+    assert device.opened == []
+
+
 def test_stale_memory_is_found(device, plan, monkeypatch):
     """A message of an earlier refit, memory that is dropped while it is read, handles that were never sent: nothing is left
     open."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -224,35 +223,6 @@ def test_a_parameter_that_becomes_strided_is_not_sent_as_if_it_were_not(ranks):
     with pytest.raises(WireError, match=r"buffer 1.*no longer contiguous|no longer contiguous.*buffer 1"):
         sender.begin([tensors[0], square, tensors[2]])
     sender.begin(tensors)
-
-
-def test_both_halves_leave_nothing_behind():
-    """Twenty times open and close: descriptors, files, mapped memory and threads stay what they were."""
-    plan, tensors, _ = crossed(1, 1)
-    kept: dict[str, Any] = {}
-
-    def once() -> None:
-        ranks = Ranks(plan, Sites("a", "a"), 1 << 20, tensors)
-        ranks.kept[0] = kept
-        senders.extend(ranks.senders)  # whoever holds on to a closed sender holds nothing of its ring
-        ranks.refit({b.name: torch.zeros(b.shape) for b in plan.targets})
-        for sender in ranks.senders:
-            sender.close()
-            sender.close()
-
-    senders: list[Any] = []
-    once()
-    before = left()
-    for _ in range(20):
-        once()
-    kept["ring"].close()
-    after = left()
-    assert all(b <= a for a, b in zip(before, after, strict=True)), (before, after)
-
-
-def left() -> tuple[int, int, int]:
-    maps = Path("/proc/self/maps").read_text().count("/refit-")
-    return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
 
 
 def test_a_forked_process_has_another_name():
