@@ -236,6 +236,8 @@ class Receiver:
             if reader.meets:
                 with clock("meet"):
                     self._meet(reader, start + deadline_s, left)
+            else:
+                reader.start(start + deadline_s)
             try:
                 with clock("write"):
                     self._write(prepared, reader, update.sample, zlib.crc32(update.session.encode()))

@@ -82,8 +82,8 @@ class Reader(Memory):
     forwarded: Mapping[int, int] = MappingProxyType({})
 
     def start(self, deadline: float) -> None:
-        """Begin, before the first write. deadline: time.monotonic seconds. Where it `meets`, it raises the same RefitError on all
-        ranks of both sides."""
+        """Begin, before the first write. deadline: time.monotonic seconds, of all waits of this refit. Where it `meets`, it
+        raises the same RefitError on all ranks of both sides; elsewhere it waits for nobody and raises nothing."""
 
     def fetch(self, plan: Plan) -> None:
         """Wait for all that a step reads, so that what fails to come fails before it is written."""
