@@ -91,9 +91,13 @@ class ReloadWriter:
         return bool(dequantised_to(buffer.layout)) and buffer.dtype != CODES
 
     def _tensors(self, reader: Memory) -> Iterator[tuple[str, torch.Tensor]]:
-        # Targets lie module by module, so that the reload holds one at a time.
-        order = np.argsort(self.plan.target, kind="stable")
-        edges = np.flatnonzero(np.diff(self.plan.target[order], prepend=-1, append=-1))
+        # Targets lie module by module, so that the reload holds one at a time. Bytes that are sent come in an order of their own.
+        key = self.plan.target
+        if reader.ordered:
+            _, first, place = np.unique(key, return_index=True, return_inverse=True)
+            key = first[place]
+        order = np.argsort(key, kind="stable")
+        edges = np.flatnonzero(np.diff(key[order], prepend=-1, append=-1))
         for a, b in zip(edges, edges[1:], strict=False):
             moves = order[a:b].tolist()
             target = int(self.plan.target[moves[0]])

@@ -20,10 +20,11 @@ class Memory(abc.ABC):
     """Whatever gives the bytes of source buffers: a wire's reader, or the trainer's own tensors.
 
     token: names the addresses; a writer that bound them under an equal token need not ask again. None: they are of this refit
-    alone.
+    alone. ordered: the bytes come in the order of the plan's moves and must be asked for in it.
     """
 
     token: object = None
+    ordered = False
 
     @abc.abstractmethod
     def memory(self, buffer: int) -> torch.Tensor:

@@ -208,6 +208,7 @@ class CollectiveReader(Reader):
     """An engine rank's half, for one refit. Link, rounds and staging are kept for the next."""
 
     meets = True
+    ordered = True
 
     def __init__(self, link: Link, unpacker: Unpacker, session: str) -> None:
         self._link, self._unpacker, self._session = link, unpacker, session

@@ -99,6 +99,8 @@ class RingReader(Reader):
     """An engine rank's half, for one refit. rings: by trainer rank, relays included. epochs: of this refit. `token` changes with
     any address."""
 
+    ordered = True
+
     def __init__(self, laid: RingRounds, rings: dict[int, RingMapping], epochs: dict[int, int]) -> None:
         self._laid, self._rings, self._epochs = laid, rings, epochs
         self.whole, self.steps = laid.whole, laid.steps
