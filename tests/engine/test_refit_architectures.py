@@ -31,7 +31,7 @@ def _count(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     told = ", ".join(f"{len(n) if isinstance(n, set) else n} {what}" for what, n in COUNT.items())
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\ncompared with fresh engines: {told}")
+        print(f"\ncompared with fresh engines: {told}\nnot on a CPU: {', '.join(NOT_ON_A_CPU)}")
 
 
 CASES = [

@@ -10,6 +10,7 @@ import pytest
 
 from examples.support.launch import run_ranks
 from examples.support.tiny_model import save_model
+from tests.support.architectures import LATENT
 from tests.support.engine_bridge import bridge, one_by_one
 from tests.support.engines import open_llm
 from tests.support.refit_jobs import simple
@@ -44,9 +45,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 def test_refit_equals_fresh_engine(case: str, extension: str, tmp_path: Path) -> None:
     kind, ranks, geometry, overrides = CASES[case]
     start, new = (save_model(kind, tmp_path / name, seed=seed, **overrides) for name, seed in (("start", 0), ("new", 1)))
-    with open_llm(new, extension=extension, in_process=True) as fresh:
+    settings: dict[str, Any] = LATENT if kind == "deepseek_v3" else {}
+    with open_llm(new, extension=extension, in_process=True, **settings) as fresh:
         wanted = [asdict(a) for a in one_by_one(fresh)]
-    with open_llm(start, extension=extension, in_process=True) as llm, bridge(llm) as url:
+    with open_llm(start, extension=extension, in_process=True, **settings) as llm, bridge(llm) as url:
         found, report, compared = run_ranks(simple, ranks, str(new), geometry, url, "v1", timeout=240)[0]
     assert found == [{k: list(v) for k, v in a.items()} for a in wanted]
     assert compared > 0

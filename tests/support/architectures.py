@@ -15,11 +15,19 @@ from tests.engine.routes_support import CONFIGS, Entries, checkpoint_entries
 from tests.support.engines import Answer, open_llm
 from tests.support.more_architectures import MORE
 from vllm_refit_ext.receiver import inventory
+from vllm_refit_ext.receiver.offline import import_model
 
 PROMPTS = ([5, 9, 3, 7, 11], [1, 2], [200, 30, 77, 41, 8, 8, 100])
 LATENT = {"attention_config": {"backend": "CPU_MLA"}}
 """The latent attention that every CPU runs, in float32; one with AMX would take its own, in bfloat16 alone."""
-SETTINGS = {"deepseek-v2": LATENT, "deepseek-v3": LATENT}
+GATED_DELTA = {"dtype": "bfloat16"}
+"""A CPU's gated delta rule knows no other."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "deepseek-v2": LATENT,
+    "deepseek-v3": LATENT,
+    "qwen3-next": GATED_DELTA,
+    "qwen3.5": GATED_DELTA,
+}
 PROCESSORS = {"qwen2.5-vl": "Qwen2_5_VLProcessor", "qwen3-vl-moe": "Qwen3VLProcessor"}
 VIDEO = {"qwen2.5-vl": "Qwen2VLVideoProcessor", "qwen3-vl-moe": "Qwen3VLVideoProcessor"}
 SPREAD = 0.08
@@ -81,6 +89,7 @@ def open_engine(folder: Path, extension: str, name: str = "") -> Any:
     vision: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "skip_mm_profiling": True}
     settings = vision if name in PROCESSORS else {"skip_tokenizer_init": True}
     settings |= {"max_model_len": 64, "max_num_seqs": 2} | SETTINGS.get(name, {})
+    import_model(folder)
     return open_llm(folder, extension=extension, in_process=True, **settings)
 
 

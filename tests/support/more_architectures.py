@@ -21,6 +21,32 @@ GROUPED = {
 }
 TIED = {**DENSE, "tie_word_embeddings": True}
 GPT = {"vocab_size": 320, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2}
+MIMO = {
+    "head_dim": 32,
+    "v_head_dim": 32,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 32,
+    "attention_value_scale": None,
+    # as published, for vLLM
+    "hybrid_layer_pattern": [0, 1],
+    "moe_layer_freq": [0, 1],
+    "swa_head_dim": 32,
+    "swa_v_head_dim": 32,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_rope_theta": 10000.0,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "sliding_window_size": 32,
+    "add_swa_attention_sink_bias": True,
+    "layernorm_epsilon": 1e-5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+MINIMAX = {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}
 
 MORE: dict[str, tuple[str, Callable[[], Any]]] = {
     "mistral": ("MistralForCausalLM", lambda: transformers.MistralConfig(**DENSE, head_dim=32)),
@@ -77,7 +103,13 @@ MORE: dict[str, tuple[str, Callable[[], Any]]] = {
     "flex-olmo": ("FlexOlmoForCausalLM", lambda: transformers.FlexOlmoConfig(**DENSE, num_experts=4, num_experts_per_tok=2)),
     "minimax-m2": (
         "MiniMaxM2ForCausalLM",
-        lambda: transformers.MiniMaxM2Config(**DENSE, head_dim=32, rotary_dim=32, num_local_experts=4, num_experts_per_tok=2),
+        lambda: transformers.MiniMaxM2Config(**DENSE, **MINIMAX, head_dim=32, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "mimo-v2": (
+        "MiMoV2FlashForCausalLM",
+        lambda: transformers.MiMoV2FlashConfig(
+            **DENSE, **MIMO, num_experts_per_tok=2, moe_intermediate_size=64, n_routed_experts=4
+        ),
     ),
     "falcon-h1": (
         "FalconH1ForCausalLM",

@@ -67,13 +67,8 @@ def engine_config(hf_config: Any, *, tp: int = 1, ep: bool = False, pp: int = 1,
 
 def _vllm_config(folder: str, tp: int, ep: bool, pp: int, dtype: str) -> Any:
     from vllm.config import CacheConfig, CompilationConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
-    from vllm.model_executor.models import ModelRegistry
 
-    for architecture in json.loads(Path(folder, "config.json").read_text()).get("architectures") or ():
-        # vLLM would start a process to look at a class that is not imported yet; it is needed here anyway.
-        entry = ModelRegistry.models.get(architecture)
-        if entry is not None and not hasattr(entry, "model_cls"):
-            ModelRegistry.register_model(architecture, entry.load_model_cls())
+    import_model(folder)
     parallel = ParallelConfig(
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
@@ -88,6 +83,16 @@ def _vllm_config(folder: str, tp: int, ep: bool, pp: int, dtype: str) -> Any:
         load_config=LoadConfig(load_format="dummy"),
         compilation_config=CompilationConfig(mode=0),
     )
+
+
+def import_model(folder: str | Path) -> None:
+    """Import the class of the model whose `config.json` is in `folder`. vLLM would start a process to look at it first."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in json.loads(Path(folder, "config.json").read_text()).get("architectures") or ():
+        entry = ModelRegistry.models.get(architecture)
+        if entry is not None and not hasattr(entry, "model_cls"):
+            ModelRegistry.register_model(architecture, entry.load_model_cls())
 
 
 @contextmanager

@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import nn
 
-from vllm_refit_ext.core.coded import CHECKPOINT
+from vllm_refit_ext.core.coded import CHECKPOINT, SCALE, SCALE_OF, dequantised_to
+from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.receiver.targets import Targets
 from vllm_refit_ext.receiver.worker_view import WorkerView
 
-COPIES = {"cpu": 4}
-"""Sizes of a module that its post-load step holds at most, on devices of this type; elsewhere 2, the module as created and as
-processed. A CPU's kernels transpose and pack beside that (measured: a reload of one large module takes five times its size)."""
+
+class ReloadBytes(NamedTuple):
+    """certain: bytes that the engine's own reload surely holds at once. most: its peak, but for what single kernels hold while
+    they run."""
+
+    certain: int
+    most: int
 
 
-def reload_bytes(view: WorkerView, targets: Targets) -> int:
-    """Bytes that the engine's own reload holds at most.
+def reload_bytes(view: WorkerView, targets: Targets) -> ReloadBytes:
+    """What the engine's own reload holds beside the live tensors at its peak.
 
-    A module's checkpoint tensors are held until it is complete; then its tensors are made as created and processed. A module that
-    is never complete, because a part of it is padding or is written in place, is held to the end.
+    It keeps the checkpoint tensors of a module until all have come, makes the module's tensors as they were created, and copies:
+    that much is certain, as far as this rank reads the tensors and its loaders do not compute with them. The module's post-load
+    step then makes its output beside that. A module that is never complete, because a part of it is padding or is written in
+    place, keeps its tensors to the end.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     modules = dict(view.model.named_modules())
-    staged: dict[str, int] = {}
-    for buffer in targets.placements.buffers:
-        if buffer.layout.startswith(CHECKPOINT):
-            module = targets.module_of.get(buffer.name, "")
-            staged[module] = staged.get(module, 0) + buffer.nbytes
-    to_the_end = peak = 0
-    for name, nbytes in staged.items():
-        created, total = _created(get_layerwise_info(modules[name]).restore_metadata) if name in modules else (0, 0)
-        peak = max(peak, to_the_end + nbytes + COPIES.get(view.device.type, 2) * created)
+    certain = most = kept = late = 0
+    for name, (loaded, read) in _loaded(targets).items():
+        if name not in modules:
+            continue
+        created, total = _created(get_layerwise_info(modules[name]).restore_metadata)
+        live = sum(t.numel() * t.element_size() for t in modules[name].parameters(recurse=False))
+        # What a CPU multiplies with is packed, in memory that no tensor names.
+        processed = max(live, created) if view.device.type == "cpu" else live
+        certain = max(certain, read + created)
         written = sum(n for p, n in targets.reloaded.items() if p.rpartition(".")[0] == name)
-        to_the_end += nbytes if written < total else 0
-    return peak
+        if written < total:
+            kept, late = kept + loaded, max(late, created + processed)
+        else:
+            most = max(most, kept + loaded + created + processed)
+    return ReloadBytes(certain, max(most, kept + late))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -45,6 +59,22 @@ def free_bytes(device: torch.device) -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
+
+
+def _loaded(targets: Targets) -> dict[str, list[int]]:
+    """Module -> bytes of the checkpoint tensors that its loading keeps, and of what is surely kept of them."""
+    table = targets.placements
+    read = np.bincount(table.buffer, np.prod(table.hi - table.lo, axis=1), len(table.buffers)).astype(np.int64)
+    found: dict[str, list[int]] = {}
+    for buffer, elements in zip(table.buffers, read.tolist(), strict=True):
+        if not buffer.layout.startswith(CHECKPOINT) or SCALE_OF in buffer.name:
+            continue
+        name = buffer.name if buffer.name in targets.module_of else buffer.name.removesuffix(SCALE)
+        size = ITEMSIZE[dequantised_to(buffer.layout) or buffer.dtype]
+        both = found.setdefault(targets.module_of.get(name, ""), [0, 0])
+        both[0] += math.prod(buffer.shape) * size
+        both[1] += elements * size if name not in targets.computed else 0
+    return found
 
 
 def _created(metadata: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> tuple[int, int]:

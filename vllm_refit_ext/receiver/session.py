@@ -75,6 +75,7 @@ class Prepared(msgspec.Struct):
     derived: Derived
     received: dict[str, int]
     extra_bytes: int
+    certain_bytes: int
     in_place_of: dict[Plan, InPlaceWriter | KernelWriter] = {}
     reload_of: dict[Plan, ReloadWriter] = {}
     """Writers of plans that a staged reader keeps from refit to refit."""
@@ -137,6 +138,7 @@ class Receiver:
         digest = plan.digest(targets.rank)
         in_place = writer_for(plan, targets, self.view, made)
         derived = Derived(self.view, targets.written())
+        reloading = reload_bytes(self.view, targets)
         self.prepared = Prepared(
             manifest,
             targets,
@@ -147,7 +149,8 @@ class Receiver:
             targets.signature(self.view),
             derived,
             received(plan),
-            reload_bytes(self.view, targets) + derived.extra_bytes,
+            reloading.most + derived.extra_bytes,
+            reloading.certain,
         )
         return PrepareReply(
             rank=self.view.rank,
@@ -289,13 +292,13 @@ class Receiver:
         if sleeping := asleep(prepared.targets):
             do = 'call wake_up(tags=["weights"]) first, then refit, then wake the rest'
             raise SessionError("the engine's weights are asleep", where="update_weights", got=sleeping, do=do)
-        if (free := free_bytes(self.view.device)) < prepared.extra_bytes:
+        if (free := free_bytes(self.view.device)) < prepared.certain_bytes:
             do = "free memory on the engine's device, or leave more of it free (gpu_memory_utilization)"
             raise SessionError(
                 "the refit needs more memory beside the weights than is free",
                 where="update_weights",
                 got=f"{free} bytes",
-                wanted=f"{prepared.extra_bytes} bytes",
+                wanted=f"{prepared.certain_bytes} bytes, for one module of vLLM's own reload",
                 do=do,
             )
         if prepared.signature != prepared.targets.signature(self.view):

@@ -38,7 +38,7 @@ class Targets(msgspec.Struct):
     that this reload must write. dropped: names that the loaders skip here, with the reason. casts: names whose elements are
     converted, and how. quantise: names whose parameter holds MXFP8. kept: engine parameters and offered tensors that stay as
     they are, with the patterns that say so. problems: what keeps the rank from taking part. module_of: HF name -> the first
-    module that it fills.
+    module that it fills. computed: names of `reload` that a loader does more to than copying.
     """
 
     rank: int
@@ -54,6 +54,7 @@ class Targets(msgspec.Struct):
     slots: list[Any] = []
     module_of: dict[str, str] = {}
     kept: dict[str, list[str]] = {}
+    computed: frozenset[str] = frozenset()
 
     @property
     def writer(self) -> str:
@@ -144,6 +145,7 @@ def build_targets(
         ],
         kept=kept.names,
         module_of=module_of(routes),
+        computed=frozenset(routes.computed),
     )
 
 
