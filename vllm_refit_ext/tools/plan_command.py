@@ -18,7 +18,7 @@ from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import distances
 from vllm_refit_ext.tools.plan_report import PlanReport, Tally, grouped, travelling
-from vllm_refit_ext.tools.plan_traffic import LINKS, Traffic, direct, forwarded, merged, relayed, sites_of
+from vllm_refit_ext.tools.plan_traffic import Traffic, direct, forwarded, merged, relayed, sites_of
 
 if TYPE_CHECKING:
     from megatron_sender.config import Engine, Recipe
@@ -93,7 +93,8 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
         traffic = relayed(tally.edges(), sites, place, h.gpus_per_host)
     else:
         traffic = direct(tally.bytes, place, h.gpus_per_host)
-    return tally.report(recipe.name, recipe.model.name, wire, traffic, [getattr(h, setting) for _, _, setting in LINKS])
+    speeds = [h.copy_bytes_per_second, h.host_bytes_per_second, h.network_bytes_per_second]
+    return tally.report(recipe.name, recipe.model.name, wire, traffic, speeds)
 
 
 def _gpus(recipe: Recipe, engines: int) -> tuple[Sequence[int], Sequence[int]]:
