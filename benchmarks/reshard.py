@@ -42,8 +42,8 @@ from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
 from vllm_refit_ext.wires.boxes import Memory, as_bytes, source_view, target_view
-from vllm_refit_ext.wires.collective_group import Group, Parcel
-from vllm_refit_ext.wires.collective_meet import Store
+from vllm_refit_ext.wires.collective_group import Group, P2POp
+from vllm_refit_ext.wires.rendezvous import Store
 
 DEADLINE_S = 300.0
 LINK_BUCKETS = 32
@@ -209,8 +209,8 @@ class Rank:
         by_name = {self.plan.names[int(t)]: i for i, t in enumerate(self.plan.tensor)} if not self.is_trainer else {}
         for bucket in self.buckets:
             at = 0
-            sends: list[Parcel] = []
-            receives: list[Parcel] = []
+            sends: list[P2POp] = []
+            receives: list[P2POp] = []
             views = {}
             for tensor in bucket:
                 shape = self.manifest.tensors[tensor].shape
@@ -220,10 +220,10 @@ class Rank:
                 if self.rank == 0 and owner == 0:
                     views[tensor].copy_(as_bytes(self.held[tensor]))
                 elif self.rank == 0:
-                    receives.append(Parcel(owner, at // 2, views[tensor]))
+                    receives.append(P2POp(owner, at // 2, views[tensor]))
                     received += size
                 elif self.is_trainer and owner == self.rank:
-                    sends.append(Parcel(0, at // 2, as_bytes(self.held[tensor])))
+                    sends.append(P2POp(0, at // 2, as_bytes(self.held[tensor])))
                 at += size
             if sends or receives:
                 self.gather.post(sends, receives).wait(time.monotonic() + DEADLINE_S)
@@ -248,8 +248,8 @@ class Rank:
         if self.rank not in (0, self.o.trainers):
             return 0, 0
         for i in range(LINK_BUCKETS):
-            parcel = Parcel(self.o.trainers if self.is_trainer else 0, i, self.ring[i % 2])
-            tickets.append(self.gather.post([parcel], []) if self.is_trainer else self.gather.post([], [parcel]))
+            op = P2POp(self.o.trainers if self.is_trainer else 0, i, self.ring[i % 2])
+            tickets.append(self.gather.post([op], []) if self.is_trainer else self.gather.post([], [op]))
             if i:
                 tickets[i - 1].wait(time.monotonic() + DEADLINE_S)
         tickets[-1].wait(time.monotonic() + DEADLINE_S)

@@ -18,7 +18,7 @@ from vllm_refit_ext.client import HTTPClient
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.sites import SITE
 from vllm_refit_ext.core.table import unpack
-from vllm_refit_ext.wires.ring_relay import Flight
+from vllm_refit_ext.wires.ring_relay import Pending
 
 
 class Trainer:
@@ -35,13 +35,13 @@ class Trainer:
         self._count()
 
     def _count(self) -> None:
-        original = Flight.send
+        original = Pending.send
 
-        def send(flight: Flight, task: Any, data: torch.Tensor) -> None:
+        def send(pending: Pending, task: Any, data: torch.Tensor) -> None:
             self.travelled[task.peer] = self.travelled.get(task.peer, 0) + data.nbytes
-            original(flight, task, data)
+            original(pending, task, data)
 
-        Flight.send = send  # type: ignore[method-assign]
+        Pending.send = send  # type: ignore[method-assign]
 
     def scale(self, factor: float) -> None:
         for chunk in self.chunks:
@@ -67,7 +67,7 @@ def cycle(folder: str, geometry: dict[str, Any], urls: list[str], sites: str, bu
         repeated.append(trainer.answers())
     compared = trainer.sender.verify()
     sender: Any = trainer.sender.prepared.half
-    lanes, group = sender._share.lanes, sender._meeting and sender._meeting._link.group
+    relays, group = sender._share.relays, sender._communicator and sender._communicator._link.group
     found = {
         "other": other,
         "repeated": repeated,
@@ -75,7 +75,7 @@ def cycle(folder: str, geometry: dict[str, Any], urls: list[str], sites: str, bu
         "edges": [msgspec.to_builtins(e) for e in plan.edges()],
         "report": msgspec.to_builtins(reports[-1]),
         "travelled": dict(trainer.travelled),
-        "lanes": unpack(lanes).tolist() if lanes is not None else [],
+        "relays": unpack(relays).tolist() if relays is not None else [],
         "group": group.names if group else [],
     }
     trainer.sender.close()
@@ -93,9 +93,9 @@ def check_travel(found: list[dict[str, Any]], sites: str, engine_sites: str) -> 
     received = {(int(s), r["rank"]): n for r in reports for s, n in r["received"].items()}
     assert received == planned, "an engine rank counts a byte by the rank that held it, relayed or not"
     far = {(s, t): n for (s, t), n in planned.items() if sites[s] != engine_sites[t]}
-    assert {(s, t) for s, t, _ in first["lanes"]} == set(far)
+    assert {(s, t) for s, t, _ in first["relays"]} == set(far)
     want: dict[int, dict[int, int]] = {r: {} for r in ranks}
-    for source, target, relay in first["lanes"]:
+    for source, target, relay in first["relays"]:
         assert sites[relay] == engine_sites[target]
         want[source][relay] = want[source].get(relay, 0) + far[source, target]
     assert [f["travelled"] for f in found] == [want[r] for r in ranks], "between trainer ranks: these bytes and no others"

@@ -17,7 +17,7 @@ from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import ring
-from vllm_refit_ext.wires.ring_relay import Flight
+from vllm_refit_ext.wires.ring_relay import Pending
 
 
 class Rank:
@@ -121,13 +121,13 @@ class Rank:
 
 def at_message(kind: str, number: int, act: Callable[[], None]) -> None:
     """Run `act` before this rank starts to `send` or `receive` its message `number` from now on, once."""
-    original, count = getattr(Flight, kind), [0]
+    original, count = getattr(Pending, kind), [0]
 
-    def started(self: Flight, task: Any, data: torch.Tensor) -> None:
+    def started(self: Pending, task: Any, data: torch.Tensor) -> None:
         count[0] += 1
         if count[0] == number:
-            setattr(Flight, kind, original)
+            setattr(Pending, kind, original)
             act()
         original(self, task, data)
 
-    setattr(Flight, kind, started)
+    setattr(Pending, kind, started)

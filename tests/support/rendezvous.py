@@ -17,11 +17,11 @@ from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import unpack
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
-from vllm_refit_ext.wires.collective_forward import Shared, travels
+from vllm_refit_ext.wires.collective_forward import Shared, schedules
 from vllm_refit_ext.wires.collective_move import OPERATIONS, Outgoing, Packer, Unpacker
 from vllm_refit_ext.wires.collective_rounds import ALIGN, rounds
+from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
-from vllm_refit_ext.wires.collective_travel import Travel, travel_alone
 
 
 class Rendezvous:
@@ -41,7 +41,7 @@ class Rendezvous:
 
 class _End:
     device = torch.device("cpu")
-    apart = False
+    independent = False
 
     def __init__(self, meeting: Rendezvous, rank: int) -> None:
         self.meeting, self.rank = meeting, rank
@@ -98,11 +98,11 @@ def by_rank(plan: Plan, sources: list[torch.Tensor]) -> tuple[Plan, list[torch.T
     return Plan(plan.manifest, [plan.sources[i] for i in order], targets, **columns), [sources[i] for i in order]
 
 
-def own_travel(plan: Plan, rank: int, sites: Sites, bucket: int, tables: dict[int, Shared]) -> Travel:
+def own_schedule(plan: Plan, rank: int, sites: Sites, bucket: int, tables: dict[int, Shared]) -> Schedule:
     """The travel of engine rank `rank` as the rank finds it: with its own plan, and its table if there is one."""
     mine = plan.for_target(rank)
     if rank not in tables:
-        return travel_alone(rounds(mine, bucket), len(sites.trainers))
+        return schedule_alone(rounds(mine, bucket), len(sites.trainers))
     # An engine rank has no targets but its own.
     own = [i for i, b in enumerate(plan.targets) if b.rank == rank]
     place = np.full(len(plan.targets), -1, np.int64)
@@ -137,11 +137,11 @@ def _run_travel(
     meeting = Rendezvous()
     failures: list[BaseException] = []
     first = np.searchsorted([b.rank for b in plan.sources], np.arange(trainers + 1))
-    found, tables = travels(plan, sites, bucket)
+    found, tables = schedules(plan, sites, bucket)
     parts = [collective._pieces(found, plan, rank) for rank in range(trainers)]
     packers = [Packer(Outgoing(*(unpack(c) for c in p)), trainers, bucket) for p in parts]
-    readers = [Unpacker(own_travel(plan, t, sites, bucket, tables), torch.device("cpu")) for t in range(engines)]
-    peers = [*(p.peers for p in packers), *(r.travel.peers for r in readers)]
+    readers = [Unpacker(own_schedule(plan, t, sites, bucket, tables), torch.device("cpu")) for t in range(engines)]
+    peers = [*(p.peers for p in packers), *(r.schedule.peers for r in readers)]
     assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"
     deadline = time.monotonic() + 20
 

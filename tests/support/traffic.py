@@ -7,7 +7,7 @@ import numpy as np
 
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites
-from vllm_refit_ext.wires.collective_forward import travels
+from vllm_refit_ext.wires.collective_forward import schedules
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -24,12 +24,12 @@ def traffic(plan: Plan, sites: Sites, bucket_bytes: int) -> Traffic:
     """Which bytes of `plan`, the joint one, travel from where, and how many of them between sites."""
     trainers = len(sites.trainers)
     sent, landed, forwarded, crossed = [0] * trainers, [], [], 0
-    for rank, travel in enumerate(travels(plan, sites, bucket_bytes)[0]):
-        by_source = np.bincount(travel.source, travel.plan.nbytes, trainers) if len(travel.plan) else np.zeros(trainers)
+    for rank, schedule in enumerate(schedules(plan, sites, bucket_bytes)[0]):
+        by_source = np.bincount(schedule.source, schedule.plan.nbytes, trainers) if len(schedule.plan) else np.zeros(trainers)
         direct = by_source[:trainers].astype(np.int64).tolist()
         for source, nbytes in enumerate(direct):
             sent[source] += nbytes
             crossed += nbytes if sites.trainers[source] != sites.engines[rank] else 0
         landed.append(sum(direct))
-        forwarded.append(int(travel.plan.nbytes.sum()) - landed[-1])
+        forwarded.append(int(schedule.plan.nbytes.sum()) - landed[-1])
     return Traffic(sent, crossed, landed, forwarded)

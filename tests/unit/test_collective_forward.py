@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.geometry import Case, sources_and_engines
-from tests.support.rendezvous import by_rank, own_travel, run_travel
+from tests.support.rendezvous import by_rank, own_schedule, run_travel
 from tests.support.traffic import traffic
 from vllm_refit_ext.core.errors import PlanError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
@@ -22,11 +22,11 @@ from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concate
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import pack, unpack
-from vllm_refit_ext.wires.collective_forward import travels
+from vllm_refit_ext.wires.collective_forward import schedules
 from vllm_refit_ext.wires.collective_move import Unpacker
 from vllm_refit_ext.wires.collective_rounds import ALIGN, rounds
+from vllm_refit_ext.wires.collective_schedule import schedule_alone
 from vllm_refit_ext.wires.collective_table import COLUMNS, Table, pack_table, read_table
-from vllm_refit_ext.wires.collective_travel import travel_alone
 
 BUCKETS = (4, 40, 600, 1 << 20)
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -92,9 +92,9 @@ def test_every_rank_gets_its_plan_and_one_copy_crosses(drawn, operations):
 @MANY
 def test_what_a_rank_finds_is_what_the_trainer_planned_for_it_and_within_bounds(drawn):
     _, plan, _, sites, bucket = drawn
-    planned, shared = travels(plan, sites, bucket)
+    planned, shared = schedules(plan, sites, bucket)
     for rank, want in enumerate(planned):
-        got = own_travel(plan, rank, sites, bucket, shared)
+        got = own_schedule(plan, rank, sites, bucket, shared)
         for column in ("number", "offset", "source", "run"):
             assert np.array_equal(getattr(got, column), getattr(want, column))
         assert (got.landing, got.exchange, got.sizes, got.numbers) == (want.landing, want.exchange, want.sizes, want.numbers)
@@ -108,26 +108,26 @@ def test_what_a_rank_finds_is_what_the_trainer_planned_for_it_and_within_bounds(
             covered = sorted((s.at, s.at + s.nbytes) for s in [*spans, *(x for x in got.exchange[number] if not x.gives)])
             assert all(b <= c for (_, b), (c, _) in pairwise(covered)), "nothing lands on anything else"
         if rank not in shared:
-            alone = travel_alone(rounds(plan.for_target(rank), bucket), len(sites.trainers))
+            alone = schedule_alone(rounds(plan.for_target(rank), bucket), len(sites.trainers))
             assert (alone.landing, alone.exchange) == (got.landing, got.exchange), "today's path"
 
 
 @given(cases())
 @MANY
 def test_messages_start_in_one_order_at_all_ranks(drawn):
-    """The argument of `collective_travel`, on the tables: each rank's list of messages is sorted by one key of all messages."""
+    """The argument of `collective_schedule`, on the tables: each rank's list of messages is sorted by one key of all messages."""
     _, plan, _, sites, bucket = drawn
-    found, trainers = travels(plan, sites, bucket)[0], len(sites.trainers)
+    found, trainers = schedules(plan, sites, bucket)[0], len(sites.trainers)
     sent: dict[tuple[int, int, int], tuple[int, int]] = {}
     got: dict[tuple[int, int, int], tuple[int, int]] = {}
-    for rank, travel in enumerate(found):
+    for rank, schedule in enumerate(found):
         me, keys = trainers + rank, []
-        for number, (landing, exchange) in enumerate(zip(travel.landing, travel.exchange, strict=True)):
+        for number, (landing, exchange) in enumerate(zip(schedule.landing, schedule.exchange, strict=True)):
             for phase, spans in enumerate((landing, exchange)):
                 for s in spans:
                     pair = (me, s.peer) if s.gives else (s.peer, me)
-                    keys.append((travel.numbers[number], phase, pair[1], pair[0], s.tag))
-                    (sent if s.gives else got)[(*pair, s.tag)] = (travel.numbers[number], s.nbytes)
+                    keys.append((schedule.numbers[number], phase, pair[1], pair[0], s.tag))
+                    (sent if s.gives else got)[(*pair, s.tag)] = (schedule.numbers[number], s.nbytes)
         assert keys == sorted(keys)
         assert len(set(keys)) == len(keys)
     assert {k: v for k, v in got.items() if k[0] >= trainers} == sent, "what one rank hands on is what the other waits for"
@@ -188,7 +188,7 @@ def test_egress_is_even_where_one_trainer_rank_alone_holds_what_comes_last():
 def test_nothing_is_handed_on_where_nothing_crosses():
     plan, _ = replicas(2, 2)
     for sites in (Sites.single(2, 2), Sites("ab", "cd"), Sites("aa", "aa")):
-        assert travels(plan, sites, 1024)[1] == {}
+        assert schedules(plan, sites, 1024)[1] == {}
     # Trainer rank 0 is at home: what the plan takes from it for some rank crosses for none.
     told = traffic(plan, Sites("ab", "aa"), 1024)
     assert told.crossed == 0
@@ -218,9 +218,9 @@ def test_boxes_for_the_reload_and_in_place_are_shared_apart():
     sites = Sites("t", "hhhh")
     assert traffic(plan, sites, 1024).sent == [32 + 32 + 32]
     for rank in range(4):
-        travel = own_travel(plan, rank, sites, 1024, travels(plan, sites, 1024)[1])
-        assert (travel.kept, travel.reloads) == (0, 1 if rank < 2 else 0)
-        first = {travel.plan.names[t] for t in travel.plan.tensor[travel.number == 0].tolist()}
+        schedule = own_schedule(plan, rank, sites, 1024, schedules(plan, sites, 1024)[1])
+        assert (schedule.kept, schedule.reloads) == (0, 1 if rank < 2 else 0)
+        first = {schedule.plan.names[t] for t in schedule.plan.tensor[schedule.number == 0].tolist()}
         assert first == ({"a"} if rank < 2 else {"a", "b"})
 
 
@@ -237,8 +237,8 @@ def test_boxes_with_blocks_are_not_cut_to_be_shared(layout, copies):
         targets.append(Placements.from_rows([Buffer("w", rank, "float32", (2, b - a), layout)], [row]))
     plan = build_plan(manifest, table, concatenate(targets))
     assert traffic(plan, Sites("t", "hhhhh"), 1 << 20).sent == [copies * 512], "equal boxes are shared in any layout"
-    for rank, travel in enumerate(travels(plan, Sites("t", "hhhhh"), 1 << 20)[0]):
-        assert len(travel.plan) == (2 if rank == 0 and copies == 1 else 1)
+    for rank, schedule in enumerate(schedules(plan, Sites("t", "hhhhh"), 1 << 20)[0]):
+        assert len(schedule.plan) == (2 if rank == 0 and copies == 1 else 1)
 
 
 def test_mixed_widths_and_kept_scales_arrive():
@@ -285,9 +285,9 @@ def test_mixed_widths_and_kept_scales_arrive():
         whole = sum(t.nbytes for t in contents.values())
         assert sum(n for (a, b), n in moved.items() if a < 2 and b < 4) == whole, "one copy to the host of two"
         assert sum(n for (a, b), n in moved.items() if b == 4) == whole
-        travel = own_travel(plan, 0, sites, bucket, travels(plan, sites, bucket)[1])
-        assert travel.kept == 1
-        reader = Unpacker(travel, torch.device("cpu"))
+        schedule = own_schedule(plan, 0, sites, bucket, schedules(plan, sites, bucket)[1])
+        assert schedule.kept == 1
+        reader = Unpacker(schedule, torch.device("cpu"))
         for step in reader.steps:
             names_of_step = {step.names[t] for t in step.tensor.tolist()}
             assert ("codes_scale" in names_of_step) == ("codes" in names_of_step), "codes find their scales in the same plan"
@@ -296,7 +296,7 @@ def test_mixed_widths_and_kept_scales_arrive():
 def table_of(rank: int = 0) -> tuple[Plan, Table]:
     """A rank's own plan and its table, as it comes: two engine ranks of one host share everything, in several rounds."""
     joint, manifest = replicas(1, 2, tensors=3)
-    shared = travels(joint, Sites("t", "hh"), 1024)[1][rank]
+    shared = schedules(joint, Sites("t", "hh"), 1024)[1][rank]
     mine = build_plan(
         manifest,
         Placements.from_rows(

@@ -1,4 +1,4 @@
-"""Meeting and travelling over real stores and real gloo groups, in processes of this machine, with faults."""
+"""Rendezvous and transfers over real stores and real gloo groups, in processes of this machine, with faults."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def spoilt(folder: str, how: str) -> list[tuple[str, str, float]]:
     out = []
     if me.rank == 0:
         key = f"forward/{msgspec.msgpack.decode(me.sender.begin(me.tensors))['forwarding']}"
-        store = me.sender._host.served[2]
+        store = me.sender._server.served[2]
         good = store.get(f"{key}/1/0")
         if how == "absent":
             store.delete_key(f"{key}/1")

@@ -17,7 +17,7 @@ from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires.collective_move import Unpacker
 from vllm_refit_ext.wires.collective_rounds import ALIGN, cut_moves, rounds
-from vllm_refit_ext.wires.collective_travel import travel_alone
+from vllm_refit_ext.wires.collective_schedule import schedule_alone
 
 BUCKETS = (4, 12, 40, 1 << 20)
 
@@ -53,7 +53,7 @@ def test_rounds_keep_their_bounds(case, bucket):
             assert payload == int(r.plan.nbytes[r.number == number].sum())
         most = max(len(m) for m in r.messages) if r.messages else 0
         room = 2 * (max(bucket, 4) + ALIGN * (most + 1))
-        assert Unpacker(travel_alone(r, 1), torch.device("cpu")).staging_bytes <= room, "two buckets, whatever the plan"
+        assert Unpacker(schedule_alone(r, 1), torch.device("cpu")).staging_bytes <= room, "two buckets, whatever the plan"
 
 
 @pytest.mark.parametrize("limit", [1, 4, 5, 8, 24, 100, 10**6])
@@ -123,7 +123,7 @@ def test_scales_come_first_and_stay():
     r = rounds(build_plan(manifest, table, table), 64)
     assert r.kept == 1
     assert r.plan.names[int(r.plan.tensor[0])] == "z"
-    reader = Unpacker(travel_alone(r, 1), torch.device("cpu"))
+    reader = Unpacker(schedule_alone(r, 1), torch.device("cpu"))
     assert len(reader.steps) == len(r.messages) - 1
     found = [{step.names[t] for t in step.tensor.tolist()} for step in reader.steps]
     assert {"a", "z"} in found
@@ -133,11 +133,11 @@ def test_scales_come_first_and_stay():
 def test_a_round_that_was_given_up_is_not_read():
     manifest = Manifest({"t": TensorSpec((8,), "float32")})
     table = Placements.from_rows([Buffer("t", 0, "float32", (8,))], [Placement("t", 0, (0,), (8,), 0, (4,))])
-    reader = Unpacker(travel_alone(rounds(build_plan(manifest, table, table), 8), 1), torch.device("cpu"))
+    reader = Unpacker(schedule_alone(rounds(build_plan(manifest, table, table), 8), 1), torch.device("cpu"))
 
     class Quiet:
         device = torch.device("cpu")
-        apart = False
+        independent = False
 
         def post(self, sends, receives):
             return self

@@ -128,10 +128,10 @@ def test_colocated_recipes_reach_every_engine_as_the_wire_does(name):
     engines = sum(e.count * e.tp * e.pp * e.dp for e in recipe.engines)
     sites = Sites([str(r // per_host) for r in range(trainers)], [str(r // per_host) for r in range(engines)])
     every = [Edge(s, t, 1, 1) for s in range(0, trainers, 5) for t in range(0, engines, 3)]
-    lanes = choose_relays(every, sites)
-    assert all(sites.trainers[relay] == sites.engines[target] for (_, target), relay in lanes.items())
+    relays = choose_relays(every, sites)
+    assert all(sites.trainers[relay] == sites.engines[target] for (_, target), relay in relays.items())
     over_hosts = trainers > per_host
-    assert bool(lanes) == over_hosts
+    assert bool(relays) == over_hosts
     assert (recipe.refit.effective_mode() == "staged") == over_hosts
     for wire, mode, where in (("ipc", "direct", "refit.mode"), ("shm", None, "refit.wire")):
         other = msgspec.structs.replace(recipe, refit=msgspec.structs.replace(recipe.refit, wire=wire, mode=mode))

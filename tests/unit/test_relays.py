@@ -13,7 +13,7 @@ from vllm_refit_ext.core.plan import Edge, build_plan
 from vllm_refit_ext.core.relays import choose_relays
 from vllm_refit_ext.core.sites import SITE, Sites, apart, distances, not_shared
 from vllm_refit_ext.wires.collective_rounds import ALIGN, Message
-from vllm_refit_ext.wires.ring_order import RING, Task, seats, table_of, tasks_of
+from vllm_refit_ext.wires.ring_order import RING, Task, places, table_of, tasks_of
 
 
 @st.composite
@@ -30,16 +30,16 @@ def edges_and_sites(draw):
 @settings(max_examples=200, deadline=None)
 def test_every_edge_between_sites_has_a_relay_beside_its_reader_and_no_other_has(case):
     edges, sites = case
-    lanes = choose_relays(edges, sites)
+    relays = choose_relays(edges, sites)
     far = {(e.source, e.target) for e in edges if sites.trainers[e.source] != sites.engines[e.target]}
-    assert set(lanes) == far
-    for (_, target), relay in lanes.items():
+    assert set(relays) == far
+    for (_, target), relay in relays.items():
         assert sites.trainers[relay] == sites.engines[target]
-    assert lanes == choose_relays(edges[::-1], sites), "the order of the edges does not matter"
+    assert relays == choose_relays(edges[::-1], sites), "the order of the edges does not matter"
     # No rank of a site passes on more than the mean of its site and one edge.
     load: dict[int, int] = {}
     for e in edges:
-        if (relay := lanes.get((e.source, e.target))) is not None:
+        if (relay := relays.get((e.source, e.target))) is not None:
             load[relay] = load.get(relay, 0) + e.nbytes
     for site in set(sites.engines):
         ranks = [r for r, s in enumerate(sites.trainers) if s == site]
@@ -51,8 +51,8 @@ def test_every_edge_between_sites_has_a_relay_beside_its_reader_and_no_other_has
 def test_equal_edges_are_spread_evenly():
     sites = Sites(["a"] * 4 + ["b"] * 4, ["a"] * 4 + ["b"] * 4)
     edges = [Edge(s, t, 10, 1) for s in range(8) for t in range(8)]
-    lanes = choose_relays(edges, sites)
-    assert sorted(lanes.values()) == sorted(list(range(8)) * 4)
+    relays = choose_relays(edges, sites)
+    assert sorted(relays.values()) == sorted(list(range(8)) * 4)
 
 
 def test_an_engine_rank_without_a_trainer_rank_beside_it_is_named():
@@ -126,7 +126,7 @@ def rounds_and_relays(draw):
 @settings(max_examples=200, deadline=None)
 def test_seats_never_overlap_while_a_reader_may_still_look_at_them(case):
     messages, relay = case
-    found, slots = seats(messages, relay)
+    found, slots = places(messages, relay)
     for owner in slots:
         mine = [
             (number, message, seat)
@@ -153,7 +153,7 @@ def test_seats_never_overlap_while_a_reader_may_still_look_at_them(case):
 
 
 def test_one_source_has_two_buffers_in_turn():
-    found, slots = seats([[Message(3, 0, 100)], [Message(3, 0, 300)], [Message(3, 0, 1)]], {})
+    found, slots = places([[Message(3, 0, 100)], [Message(3, 0, 300)], [Message(3, 0, 1)]], {})
     assert [(s.owner, s.count, s.after, s.half, s.at) for (s,) in found] == [(3, 0, 0, 0, 0), (3, 1, 0, 1, 0), (3, 2, 1, 0, 0)]
     assert slots == {3: 300}
     assert RING == 2

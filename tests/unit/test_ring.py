@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import threading
 import time
 from typing import Any
@@ -223,6 +224,14 @@ def test_a_parameter_that_becomes_strided_is_not_sent_as_if_it_were_not(ranks):
     with pytest.raises(WireError, match=r"buffer 1.*no longer contiguous|no longer contiguous.*buffer 1"):
         sender.begin([tensors[0], square, tensors[2]])
     sender.begin(tensors)
+
+
+def test_host_memory_of_a_machine_with_another_order_of_stores_is_refused(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    plan, tensors, _ = crossed(1, 1)
+    (share,) = ring.shares(plan, Sites("a", "a"), 512)
+    with pytest.raises(WireError, match=r"order of stores.*aarch64.*use the wire shm"):
+        ring.open_sender(0, share, tensors)
 
 
 def test_a_forked_process_has_another_name():

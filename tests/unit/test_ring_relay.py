@@ -52,8 +52,8 @@ class StrictGroup:
         return batch
 
 
-class StrictMeeting:
-    """`ring_relay.Meeting` of threads, whose rendezvous the test gives."""
+class StrictCommunicator:
+    """`ring_relay.Communicator` of threads, whose rendezvous the test gives."""
 
     rendezvous: Rendezvous
     stopped = False
@@ -63,7 +63,7 @@ class StrictMeeting:
         self.rank, self.peers = rank, peers
 
     def start(self, session: str, info: Any, deadline: float) -> StrictGroup | None:
-        return StrictGroup(self.rendezvous, self.rank) if info.lanes is not None else None
+        return StrictGroup(self.rendezvous, self.rank) if info.relays is not None else None
 
     def fail(self, error: BaseException) -> BaseException:
         return error
@@ -81,7 +81,7 @@ class Ranks:
         self.tensors = [sources[first[r] : first[r + 1]] for r in range(len(sites.trainers))]
         shares = ring.shares(plan, sites, bucket)
         self.senders = [ring.open_sender(r, share, self.tensors[r]) for r, share in enumerate(shares)]
-        peers = [s._meeting.peers if s._meeting is not None else set() for s in self.senders]
+        peers = [s._communicator.peers if s._communicator is not None else set() for s in self.senders]
         assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"
         self.kept: list[dict[str, Any]] = [{} for _ in sites.engines]
         self.plans = [own(plan, e) for e in range(len(sites.engines))]
@@ -148,7 +148,7 @@ def own(plan: Plan, rank: int) -> Plan:
 
 @pytest.fixture(autouse=True)
 def _strict(monkeypatch):
-    monkeypatch.setattr(ring_send, "Meeting", StrictMeeting)
+    monkeypatch.setattr(ring_send, "Communicator", StrictCommunicator)
 
 
 def ordered(case: Any) -> tuple[Plan, list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -173,7 +173,7 @@ def test_every_geometry_arrives_on_any_sites(case, bucket, count, chance):
     trainers = 1 + max(b.rank for b in plan.sources)
     at = [chance.choice("abcd"[:count]) for _ in range(trainers)]
     sites = Sites(at, [chance.choice(at) for _ in range(case.target_ranks)])
-    StrictMeeting.rendezvous = meeting = Rendezvous()
+    StrictCommunicator.rendezvous = meeting = Rendezvous()
     ranks = Ranks(plan, sites, bucket, sources)
     try:
         check_memory(ranks, bucket)
@@ -190,10 +190,10 @@ def test_every_geometry_arrives_on_any_sites(case, bucket, count, chance):
     assert {(s, e): n for e, found in enumerate(received) for s, n in found.items()} == edges
     far = {edge: n for edge, n in edges.items() if at[edge[0]] != sites.engines[edge[1]]}
     assert sum(meeting.bytes.values()) == sum(far.values()), "what travels between trainer ranks is what lies elsewhere"
-    lanes = ranks.senders[0]._share.lanes
-    assert (lanes is None) == (not far)
-    if lanes is not None:
-        for source, engine, relay in unpack(lanes).tolist():
+    relays = ranks.senders[0]._share.relays
+    assert (relays is None) == (not far)
+    if relays is not None:
+        for source, engine, relay in unpack(relays).tolist():
             assert at[relay] == sites.engines[engine]
             assert meeting.bytes[source, relay]
 
@@ -245,7 +245,7 @@ def crossed(trainers: int, engines: int, rows: int = 64) -> tuple[Plan, list[tor
 def test_readers_that_dawdle_hold_up_nobody_for_ever(bucket, trainers, engines):
     plan, tensors, whole = crossed(4, 4, 16)
     targets = {b.name: torch.zeros(b.shape) for b in plan.targets}
-    StrictMeeting.rendezvous = Rendezvous()
+    StrictCommunicator.rendezvous = Rendezvous()
     ranks = Ranks(plan, Sites(trainers, engines), bucket, tensors)
     try:
         ranks.refit(targets, pause=0.004 if bucket > 8 else 0.001)
@@ -260,7 +260,7 @@ def test_one_site_has_neither_group_nor_outbox(monkeypatch):
     def forbidden(*_: Any) -> None:
         raise AssertionError("nothing is to meet on one site")
 
-    monkeypatch.setattr(ring_send, "Meeting", forbidden)
+    monkeypatch.setattr(ring_send, "Communicator", forbidden)
     plan, tensors, whole = crossed(2, 2)
     targets = {b.name: torch.zeros(b.shape) for b in plan.targets}
     ranks = Ranks(plan, Sites("aa", "aa"), 128, tensors)
@@ -281,14 +281,14 @@ def test_no_trainer_rank_beside_an_engine_rank_is_found_before_anything_is_opene
 
 def test_messages_that_do_not_fit_are_refused():
     plan, tensors, _ = crossed(2, 2)
-    StrictMeeting.rendezvous = Rendezvous()
+    StrictCommunicator.rendezvous = Rendezvous()
     ranks = Ranks(plan, Sites("ab", "ab"), 1024, tensors)
     told = ring.info([s.begin(t) for s, t in zip(ranks.senders, ranks.tensors, strict=True)])
     try:
         for change, kind, text in (
-            ({"lanes": pack(np.zeros((2, 2), np.int64))}, ConfigError, "lanes can't be read"),
-            ({"lanes": msgspec.structs.replace(told.lanes, kind="<f8")}, ConfigError, "lanes can't be read"),
-            ({"lanes": None}, ConfigError, "other buffers than the plan needs"),
+            ({"relays": pack(np.zeros((2, 2), np.int64))}, ConfigError, "relays can't be read"),
+            ({"relays": msgspec.structs.replace(told.relays, kind="<f8")}, ConfigError, "relays can't be read"),
+            ({"relays": None}, ConfigError, "other buffers than the plan needs"),
             ({"rings": told.rings[:1]}, WireError, "no ring was named"),
             ({"bucket_bytes": 64}, ConfigError, "other buffers than the plan needs"),
         ):

@@ -36,7 +36,7 @@ def several(folder: str, bucket: int) -> list[dict[int, int]]:
         out.append(me.refit(f"s{i}", i))
         me.meet(f"s{i}")
     if me.is_trainer:
-        group = me.sender._meeting._link.group
+        group = me.sender._communicator._link.group
         assert group.name == "s0", "the group is made once and used again"
         assert group.names == [f"trainer rank {r}" for r in range(4)], "engine ranks are not in it"
     me.meet("end")

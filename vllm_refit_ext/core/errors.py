@@ -90,7 +90,7 @@ class LayoutError(RefitError):
 
 
 class WireError(RefitError):
-    """Bytes did not travel: a missing, stale or broken source."""
+    """Bytes were not transferred: a missing, stale or broken source."""
 
 
 class SessionError(RefitError):

@@ -102,7 +102,7 @@ class ShmInfo(Message, frozen=True, kw_only=True):
 
 
 class CollectiveInfo(Message, frozen=True, kw_only=True):
-    """Where to meet for wire `collective`: the store at host and port, the ranks on both sides, most payload bytes of a round.
+    """The rendezvous of wire `collective`: the store at host and port, the ranks on both sides, most payload bytes of a round.
     forwarding: names the tables in the store, where engine ranks of one site hand boxes to each other; else empty.
     """
 
@@ -158,15 +158,15 @@ class RingRank(Message, frozen=True, kw_only=True):
 class RingInfo(Message, frozen=True, kw_only=True):
     """The rings of all trainer ranks, most payload bytes of a bucket, and the number of engine ranks.
 
-    lanes: int64 [n, 3], sorted: (trainer rank, engine rank, relay). What the plan takes from that trainer rank for that engine
-    rank lies in the relay's ring; every other message lies in the ring of the rank that holds it. None: there are no lanes.
-    host, port: of the store in which trainer ranks of several sites meet; engine ranks do not.
+    relays: int64 [n, 3], sorted: (trainer rank, engine rank, relay). What the plan takes from that trainer rank for that engine
+    rank lies in the relay's ring; every other message lies in the ring of the rank that holds it. None: there are none.
+    host, port: of the store in which trainer ranks of several sites have their rendezvous; engine ranks are not in it.
     """
 
     rings: list[RingRank]
     bucket_bytes: Bytes
     engines: Rank
-    lanes: Column | None = None
+    relays: Column | None = None
     host: str = ""
     port: Port = 0
 

@@ -12,11 +12,11 @@ from vllm_refit_ext.core.errors import ConfigError, Problem
 from vllm_refit_ext.core.plan import Edge
 from vllm_refit_ext.core.sites import SITE, Sites, apart
 
-Lanes = dict[tuple[int, int], int]
+Relays = dict[tuple[int, int], int]
 """(trainer rank that holds the bytes, engine rank that needs them) -> the trainer rank that passes them on."""
 
 
-def choose_relays(edges: Sequence[Edge], sites: Sites) -> Lanes:
+def choose_relays(edges: Sequence[Edge], sites: Sites) -> Relays:
     """A relay for every edge of the plan between two sites, none for the others.
 
     The largest edges are dealt out first, each to the rank of its engine rank's site that has the fewest bytes to pass on so far,
@@ -32,12 +32,12 @@ def choose_relays(edges: Sequence[Edge], sites: Sites) -> Lanes:
     if problems:
         raise ConfigError.of(problems)
     load = [0] * len(sites.trainers)
-    lanes: Lanes = {}
+    relays: Relays = {}
     for edge in sorted(far, key=lambda e: (-e.nbytes, e.target, e.source)):
         relay = min(ranks[sites.engines[edge.target]], key=lambda r: (load[r], r))
         load[relay] += edge.nbytes
-        lanes[edge.source, edge.target] = relay
-    return lanes
+        relays[edge.source, edge.target] = relay
+    return relays
 
 
 def _stranded(far: Sequence[Edge], ranks: dict[str, list[int]], sites: Sites) -> list[Problem]:

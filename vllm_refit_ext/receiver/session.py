@@ -236,7 +236,7 @@ class Receiver:
             assert update is not None
             assert reader is not None
             prepared = self._prepared()
-            if reader.meets:
+            if reader.two_sided:
                 with clock("meet"):
                     self._meet(reader, start + deadline_s, left)
             else:

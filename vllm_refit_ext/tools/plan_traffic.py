@@ -144,9 +144,9 @@ def forwarded(
 
 def relayed(edges: Sequence[Edge], sites: Sites, place: Place, per_host: int) -> Traffic:
     """On wire `ring`: what lies on another host comes to a trainer rank of the engine rank's host, which shows it there."""
-    lanes, rows = choose_relays(edges, sites), []
+    relays, rows = choose_relays(edges, sites), []
     for edge in edges:
-        via = lanes.get((edge.source, edge.target), edge.source)
+        via = relays.get((edge.source, edge.target), edge.source)
         if via != edge.source:
             rows.append((place[0][edge.source], place[0][via], edge.nbytes))
         rows.append((place[0][via], place[1][edge.target], edge.nbytes))

@@ -1,4 +1,4 @@
-"""Wires: how the bytes of a plan travel. One module a wire, both halves in it.
+"""Wires: how the bytes of a plan are moved. One module a wire, both halves in it.
 
 A wire module has four functions, and the rest of the project knows no more of it:
 
@@ -33,7 +33,7 @@ from vllm_refit_ext.wires.boxes import Memory
 
 NAMES = ("shm", "ipc", "ring", "collective")
 BUCKET_BYTES = 256 << 20
-"""Most payload of a message on a wire that stages, unless the caller says otherwise. At 360 GB/s it travels in 0.7 ms, long
+"""Most payload of a message on a wire that stages, unless the caller says otherwise. At 360 GB/s it takes 0.7 ms, long
 against the start of a batch or the turn of two processes.
 """
 
@@ -69,21 +69,20 @@ class Sender(abc.ABC):
 class Reader(Memory):
     """An engine rank's half, for one refit. `memory` serves the sources of `whole` and of `steps`.
 
-    whole: the moves for the engine's reload, in the order in which their bytes come. steps: after the reload, a plan for
-    each group of moves in place that are there together. meets: whether `start` waits for the other side, so that the ranks of
-    the engine must agree after it. received: bytes by trainer rank, as they came; None where all is read that the plan names.
-    forwarded: bytes by engine rank of this site, in the plan's numbers; they are not in `received`.
-    """
+    whole: the moves for the engine's reload, in the order in which their bytes come. steps: after the reload, a plan for each
+    group of moves in place that are there together. two_sided: whether `start` waits for the other side, so that the ranks of the
+    engine must agree after it. received: bytes by trainer rank, as they came; None where all is read that the plan names.
+    forwarded: bytes by engine rank of this site, in the plan's numbers; they are not in `received`."""
 
     whole: Plan
     steps: Sequence[Plan]
-    meets = False
+    two_sided = False
     received: Mapping[int, int] | None = None
     forwarded: Mapping[int, int] = MappingProxyType({})
 
     def start(self, deadline: float) -> None:
-        """Begin, before the first write. deadline: time.monotonic seconds, of all waits of this refit. Where it `meets`, it
-        raises the same RefitError on all ranks of both sides; elsewhere it waits for nobody and raises nothing."""
+        """Begin, before the first write. deadline: time.monotonic seconds, of all waits of this refit. Where it is `two_sided`,
+        it raises the same RefitError on all ranks of both sides; elsewhere it waits for nobody and raises nothing."""
 
     def fetch(self, plan: Plan) -> None:
         """Wait for all that a step reads, so that what fails to come fails before it is written."""
@@ -119,5 +118,5 @@ def wire(name: str) -> Wire:
 
 def release(kept: Mapping[str, Any]) -> None:
     """Close everything that wires kept between refits."""
-    for held in kept.values():
-        held.close()
+    for part in kept.values():
+        part.close()

@@ -1,4 +1,4 @@
-"""Boxes of what travels or ends as MXFP8: codes found together with their scales, quantised and dequantised."""
+"""Boxes of what is sent or ends as MXFP8: codes found together with their scales, quantised and dequantised."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Pieces(msgspec.Struct):
 
 
 class ScaleMoves:
-    """The moves of travelling scales, found by the tensor and parameter that they belong to."""
+    """The moves of scales, found by the tensor and parameter that they belong to."""
 
     extra: Sequence[torch.Tensor] = ()
 
@@ -97,7 +97,7 @@ class ScaleMoves:
         found = np.bincount(of, volume(a, b), len(moves)).astype(np.int64)
         for i in np.flatnonzero(found != volume(lo, hi)).tolist():
             error = LayoutError(
-                "scales of a part of it do not travel to this rank",
+                "scales of a part of it are not sent to this rank",
                 where=plan.names[int(plan.tensor[moves[i]])],
                 got=f"{found[i]} elements with scales",
             )
@@ -107,7 +107,7 @@ class ScaleMoves:
 
 
 class PlacedScales:
-    """The scales that a trainer rank itself holds, which may not be those that travel: another replica may send these.
+    """The scales that a trainer rank itself holds, which may not be those that are sent: another replica may send these.
 
     extra: its tensors; their numbers come behind those of the plan's source buffers.
     """
@@ -146,7 +146,7 @@ def blocks_of(plan: Plan, move: int) -> tuple[Int, Ints]:
 def gather_scales(plan: Plan, move: int, found: ScaleMoves | PlacedScales, reader: Memory) -> torch.Tensor:
     """Scale bytes of a move of codes: uint8 of its extent with the last dimension in blocks, rounded outward.
 
-    Raises LayoutError where scales of a part do not travel to this rank.
+    Raises LayoutError where scales of a part are not sent to this rank.
     """
     lo, shape = found.blocks(move)
     device = reader.memory(int(plan.source[move])).device
@@ -169,7 +169,7 @@ def gather_scales(plan: Plan, move: int, found: ScaleMoves | PlacedScales, reade
 
 def scales_missing(plan: Plan, move: int, got: int, wanted: int) -> LayoutError:
     """The error for codes of which some blocks have no scales here."""
-    what, name = "scales of a part of it do not travel to this rank", plan.names[int(plan.tensor[move])]
+    what, name = "scales of a part of it are not sent to this rank", plan.names[int(plan.tensor[move])]
     return LayoutError(what, where=name, got=f"{got} blocks", wanted=str(wanted))
 
 

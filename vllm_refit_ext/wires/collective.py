@@ -1,17 +1,18 @@
 """Wire `collective`: shard to shard over torch.distributed, NCCL between GPUs and gloo between CPUs, with the same code.
 
 For trainer and engines on different GPUs or hosts. Every trainer rank packs exactly the bytes that the plan takes from it and
-sends them to the engine rank that needs them. Nothing is gathered and nothing is broadcast; all parameters travel this way.
+sends them to the engine rank that needs them. Nothing is gathered and nothing is broadcast; all parameters are sent this way.
 
 A refit goes through these steps, each with the refit's deadline:
 
-1. Engine ranks check everything they can, agree inside their engine, then meet the trainer's ranks in the store. A rank that
-   shares boxes with others of its site has fetched its table from there before, once a plan (`collective_forward`).
-2. If some rank has no group, or another one than the rest, all drop theirs and build a new one; a second meeting follows. So a
+1. Engine ranks check everything they can, agree inside their engine, then join the trainer's ranks in a rendezvous in the store.
+   A rank that needs the same boxes as others of its host has fetched its table from there before, once a plan
+   (`collective_forward`).
+2. If some rank has no group, or another one than the rest, all drop theirs and build a new one; a second rendezvous follows. So a
    rank that was restarted, or that failed in the last refit, is taken in again without a restart of the others.
-3. Rounds travel while earlier ones are written (`collective_rounds`, `collective_travel`, `collective_move`).
+3. Rounds are transferred while earlier ones are written (`collective_rounds`, `collective_schedule`, `collective_move`).
 
-Until all have met, no byte travels and no weight is written. After any failure a rank drops its group.
+Before the rendezvous no byte is sent and no weight is written. After any failure a rank drops its group.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES, Reader, Sender
-from vllm_refit_ext.wires.collective_forward import sent_by, travels
-from vllm_refit_ext.wires.collective_group import Backend, Group
-from vllm_refit_ext.wires.collective_host import Host
-from vllm_refit_ext.wires.collective_meet import CONNECT_S, Store, open_store
+from vllm_refit_ext.wires.collective_forward import schedules, sent_by
+from vllm_refit_ext.wires.collective_group import Backend, Link
 from vllm_refit_ext.wires.collective_move import Outgoing, Packer, Unpacker
 from vllm_refit_ext.wires.collective_rounds import rounds
+from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
-from vllm_refit_ext.wires.collective_travel import Travel, travel_alone
+from vllm_refit_ext.wires.rendezvous import CONNECT_S, Store, StoreServer, open_store
 
 
 class _Share(msgspec.Struct):
@@ -55,7 +55,7 @@ class _Share(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """What a trainer rank tells rank 0: how it can travel, and from rank 0 where the store is."""
+    """What a trainer rank sends to rank 0: its backend, and from rank 0 where the store is."""
 
     backend: Backend
     trainers: int
@@ -75,69 +75,9 @@ def rank_names(trainers: int, engines: int) -> list[str]:
     return [*(f"trainer rank {r}" for r in range(trainers)), *(f"engine rank {r}" for r in range(engines))]
 
 
-class Link:
-    """One rank's ties to the others: the store and the group, kept from refit to refit. peers: ranks that it sends to or receives
-    from."""
-
-    def __init__(self, rank: int, names: Sequence[str], backend: Backend, wire: str = "collective") -> None:
-        self.rank, self.names, self.backend, self._wire = rank, list(names), backend, wire
-        self.peers: set[int] = set()
-        self.store: Store | None = None
-        self.group: Group | None = None
-        self.broken = False
-        """Whether a pair of the group has failed while others went on, so that it must not be used again."""
-
-    def connect(self, host: str, port: int, deadline: float) -> None:
-        """Reach the store. Raises WireError, DeadlineError."""
-        if self.store is None:
-            self.store = Store(host, port, deadline, self._wire)
-
-    def join(self, session: str, deadline: float) -> Group:
-        """Meet all ranks for refit `session`; make a new group if not all hold the same one. All ranks raise the same error."""
-        assert self.store is not None
-        try:
-            held = self.group.name if self.group is not None and not self.broken else ""
-            words = self.store.meet(f"{session}/ready", self.rank, self.names, held.encode(), deadline)
-            if not held or len(set(words)) > 1:
-                self.drop()
-                self.group = self._new_group(session, deadline)
-        except RefitError:
-            self.close()
-            raise
-        assert self.group is not None
-        return self.group
-
-    def _new_group(self, session: str, deadline: float) -> Group:
-        assert self.store is not None
-        key, group = f"{session}/joined", None
-        try:
-            group = Group(session, self.store, self.rank, self.names, self.backend, deadline)
-            group.connect(self.peers, deadline)
-        except RefitError as error:
-            if group is not None:
-                group.close()
-            raise self.store.stop(key, error, deadline + CONNECT_S) from None
-        try:
-            self.store.meet(key, self.rank, self.names, b"", deadline)
-        except RefitError:
-            group.close()
-            raise
-        return group
-
-    def drop(self) -> None:
-        """Leave the group."""
-        if self.group is not None:
-            self.group.close()
-        self.group, self.broken = None, False
-
-    def close(self) -> None:
-        """Leave the group and the store."""
-        self.drop()
-        self.store = None
-
-
 class CollectiveSender(Sender):
-    """A trainer rank's half. `begin` says where to meet, `transfer` meets and sends while the engines' update call runs."""
+    """A trainer rank's half. `begin` says where the store is; `transfer` joins the rendezvous and sends while the engines' update
+    call runs."""
 
     sends = True
 
@@ -146,19 +86,19 @@ class CollectiveSender(Sender):
         self._link = Link(rank, rank_names(share.trainers, share.engines), backend)
         self._packer = Packer(Outgoing(*(unpack(c) for c in share.pieces)), share.trainers, share.bucket_bytes)
         self._link.peers = self._packer.peers
-        # The port is held from now on, by rank 0 alone.
-        self._host = Host(open_store()) if rank == 0 else None
+        # Rank 0 alone serves the store, and keeps its port from now on.
+        self._server = StoreServer(open_store()) if rank == 0 else None
         self._tensors: list[torch.Tensor] = []
-        if self._host is not None:
+        if self._server is not None:
             deadline = time.monotonic() + CONNECT_S
-            store = Store(*self._host.address, deadline)
+            store = Store(*self._server.address, deadline)
             store.put(_message_key(self._part().message()), b"", deadline)
             for target in range(share.engines) if share.tables else ():
                 store.put(_table_key(share.forwarding, target), share.tables.get(target, b""), deadline)
             share.tables = {}
 
     def _part(self) -> _Part:
-        host, port = self._host.address if self._host is not None else ("", 0)
+        host, port = self._server.address if self._server is not None else ("", 0)
         share = self._share
         return _Part(self._backend, share.trainers, share.engines, share.bucket_bytes, share.forwarding, host, port)
 
@@ -172,15 +112,15 @@ class CollectiveSender(Sender):
         return msgspec.msgpack.encode(self._part())
 
     def transfer(self, session: str, info: CollectiveInfo, deadline: float) -> dict[int, int]:
-        """Meet the engines and send. deadline: time.monotonic seconds. Returns payload bytes by engine rank.
+        """Rendezvous with the engines, and send. deadline: time.monotonic seconds. Returns payload bytes by engine rank.
 
-        An engine that is lost while bytes travel over gloo leaves the others theirs; with NCCL all fail.
-        Raises what stopped the meeting (on every rank the same), WireError or DeadlineError for bytes that did not travel.
+        An engine that is lost in the middle of a transfer over gloo leaves the others theirs; with NCCL all fail. Raises what
+        stopped the rendezvous (on every rank the same), WireError or DeadlineError for bytes that were not transferred.
         """
         self._link.connect(info.host, info.port, deadline)
-        if self._host is not None:
+        if self._server is not None:
             assert self._link.store is not None
-            self._host.forget(self._link.store, session, len(self._link.names), deadline)
+            self._server.forget(self._link.store, session, len(self._link.names), deadline)
         group = self._link.join(session, deadline)
         try:
             sent = self._packer.run(group, self._tensors, deadline)
@@ -195,19 +135,19 @@ class CollectiveSender(Sender):
 
     def refuse(self, session: str, error: RefitError, deadline: float, ranks: Sequence[int] = ()) -> None:
         """Tell all that wait for refit `session` to begin that it will not: an engine refused it. Too late, it does nothing."""
-        assert self._host is not None
-        self._host.refuse(session, error, deadline)
+        assert self._server is not None
+        self._server.refuse(session, error, deadline)
 
     def close(self) -> None:
         """Leave the group and give the port back. Safe to call twice."""
         self._link.close()
-        self._host = None
+        self._server = None
 
 
 class CollectiveReader(Reader):
     """An engine rank's half, for one refit. Link, rounds and staging are kept for the next."""
 
-    meets = True
+    two_sided = True
     ordered = True
 
     def __init__(self, link: Link, unpacker: Unpacker, session: str) -> None:
@@ -228,7 +168,7 @@ class CollectiveReader(Reader):
         return self._unpacker.forwarded
 
     def start(self, deadline: float) -> None:
-        """Meet all ranks. Raises on all ranks alike, before the first write."""
+        """Rendezvous of all ranks. Raises the same error on all of them, before the first write."""
         group = self._link.join(self._session, deadline)
         self._unpacker.begin(group, deadline)
 
@@ -265,9 +205,9 @@ class _Kept:
 
 
 def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
-    """Cut the travel of the whole plan for the trainer's ranks. bucket_bytes: payload of a round and of a batch."""
+    """Schedule the whole plan, and cut it up for the trainer's ranks. bucket_bytes: payload of a round and of a batch."""
     ranks, engines = len(sites.trainers), len(sites.engines)
-    found, shared = travels(plan, sites, bucket_bytes)
+    found, shared = schedules(plan, sites, bucket_bytes)
     tables = {rank: pack_table(mine, rank, plan.digest(rank)) for rank, mine in shared.items()}
     forwarding = hashlib.sha256(b"".join(tables.values())).hexdigest()[:16] if tables else ""
     return [
@@ -278,14 +218,18 @@ def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[b
     ]
 
 
-def _pieces(found: Sequence[Travel], plan: Plan, rank: int) -> list[Column]:
+def _pieces(found: Sequence[Schedule], plan: Plan, rank: int) -> list[Column]:
     """The columns of `Outgoing` for one trainer rank."""
     first = int(np.searchsorted([b.rank for b in plan.sources], rank))
     depth = plan.extent.shape[1]
     parts: list[tuple[Int, ...]] = [(*(np.zeros(0, np.int64),) * 6, *(np.zeros((0, depth), np.int64),) * 2)]
-    for target, travel, rows in sent_by(found, rank):
-        p = travel.plan
-        where = (np.full(len(rows), target, np.int64), np.array(travel.numbers, np.int64)[travel.number[rows]], travel.run[rows])
+    for target, schedule, rows in sent_by(found, rank):
+        p = schedule.plan
+        where = (
+            np.full(len(rows), target, np.int64),
+            np.array(schedule.numbers, np.int64)[schedule.number[rows]],
+            schedule.run[rows],
+        )
         parts.append(
             (*where, p.nbytes[rows], p.source[rows] - first, p.source_offset[rows], p.extent[rows], p.source_strides[rows])
         )
@@ -294,9 +238,9 @@ def _pieces(found: Sequence[Travel], plan: Plan, rank: int) -> list[Column]:
     return [pack(c[order]) for c in columns]
 
 
-def _message_key(told: CollectiveInfo) -> str:
-    """Stands in the store while `told` is what the trainer says: a message that says anything else names no key."""
-    return f"message/{hashlib.sha256(msgspec.msgpack.encode(told)).hexdigest()}"
+def _message_key(message: CollectiveInfo) -> str:
+    """Stands in the store while `message` is what the trainer says: a message that says anything else names no key."""
+    return f"message/{hashlib.sha256(msgspec.msgpack.encode(message)).hexdigest()}"
 
 
 def _table_key(forwarding: str, target: int) -> str:
@@ -327,67 +271,71 @@ def info(parts: Sequence[bytes]) -> CollectiveInfo:
 
 def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> CollectiveReader:
     """Check the message, reach the store, and lay out the rounds. Raises ConfigError, WireError, DeadlineError."""
-    told = update.collective
-    if told is None:
+    message = update.collective
+    if message is None:
         raise ConfigError(
             "wire collective needs the field collective", where="update_weights", do="pass what the sender's wire returned"
         )
     ranks = {b.rank for b in plan.targets}
-    if len(ranks) != 1 or not 0 <= (rank := ranks.pop()) < told.engines:
-        got = f"targets of engine ranks {sorted({b.rank for b in plan.targets})} of {told.engines}"
+    if len(ranks) != 1 or not 0 <= (rank := ranks.pop()) < message.engines:
+        got = f"targets of engine ranks {sorted({b.rank for b in plan.targets})} of {message.engines}"
         raise ConfigError("this rank's number does not fit the message", where="wire collective", got=got, do="prepare again")
     sources = 1 + max((b.rank for b in plan.sources), default=-1)
-    problems = _problems(told, sources)
+    problems = _problems(message, sources)
     if problems:
         raise ConfigError.of(problems)
     deadline = time.monotonic() + min(CONNECT_S, update.deadline_s)
-    held: _Kept | None = kept.get("collective")
-    if held is not None and held.info == told and held.plan is plan:
-        held.link.connect(told.host, told.port, deadline)
-        return CollectiveReader(held.link, held.unpacker, update.session)
-    known = held is not None and held.info == told
+    last: _Kept | None = kept.get("collective")
+    if last is not None and last.info == message and last.plan is plan:
+        last.link.connect(message.host, message.port, deadline)
+        return CollectiveReader(last.link, last.unpacker, update.session)
+    known = last is not None and last.info == message
     link = (
-        held.link
-        if held is not None and known
-        else Link(told.trainers + rank, rank_names(told.trainers, told.engines), told.backend)
+        last.link
+        if last is not None and known
+        else Link(message.trainers + rank, rank_names(message.trainers, message.engines), message.backend)
     )
-    device = torch.device("cuda", torch.cuda.current_device()) if told.backend == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if message.backend == "nccl" else torch.device("cpu")
     try:
-        link.connect(told.host, told.port, deadline)
+        link.connect(message.host, message.port, deadline)
         assert link.store is not None
-        link.store.take(_message_key(told), deadline)
-        unpacker = Unpacker(_travel(link, told, plan, rank, deadline), device)
+        link.store.take(_message_key(message), deadline)
+        unpacker = Unpacker(_schedule(link, message, plan, rank, deadline), device)
     except BaseException:
         if not known:
             link.close()
         raise
-    link.peers = unpacker.travel.peers
-    if held is not None and not known:
-        held.close()
-    kept["collective"] = _Kept(told, link, plan, unpacker)
+    link.peers = unpacker.schedule.peers
+    if last is not None and not known:
+        last.close()
+    kept["collective"] = _Kept(message, link, plan, unpacker)
     return CollectiveReader(link, unpacker, update.session)
 
 
-def _travel(link: Link, told: CollectiveInfo, plan: Plan, rank: int, deadline: float) -> Travel:
-    """The travel of engine rank `rank`: as the trainer's table says if it has one, else found alone."""
+def _schedule(link: Link, message: CollectiveInfo, plan: Plan, rank: int, deadline: float) -> Schedule:
+    """The schedule of engine rank `rank`: as the trainer's table says if it has one, else found alone."""
     assert link.store is not None
-    raw = link.store.take(_table_key(told.forwarding, rank), deadline) if told.forwarding else b""
+    raw = link.store.take(_table_key(message.forwarding, rank), deadline) if message.forwarding else b""
     if not raw:
-        return travel_alone(rounds(plan, told.bucket_bytes), told.trainers)
-    return read_table(raw, plan, rank, told.trainers, told.engines, told.bucket_bytes)
+        return schedule_alone(rounds(plan, message.bucket_bytes), message.trainers)
+    return read_table(raw, plan, rank, message.trainers, message.engines, message.bucket_bytes)
 
 
-def _problems(told: CollectiveInfo, sources: int) -> list[Problem]:
+def _problems(message: CollectiveInfo, sources: int) -> list[Problem]:
     problems = []
     where = "wire collective"
-    if told.backend == "nccl" and not torch.cuda.is_available():
+    if message.backend == "nccl" and not torch.cuda.is_available():
         problems.append(Problem("the trainer sends from GPUs and this engine has none", where, "cpu", "cuda"))
-    if sources > told.trainers:
+    if sources > message.trainers:
         problems.append(
             Problem(
-                "the plan reads from more trainer ranks than take part", where, str(sources), str(told.trainers), "prepare again"
+                "the plan reads from more trainer ranks than take part",
+                where,
+                str(sources),
+                str(message.trainers),
+                "prepare again",
             )
         )
-    if told.bucket_bytes < 8:
-        problems.append(Problem("a bucket must hold an element", where, str(told.bucket_bytes), "at least 8 bytes"))
+    if message.bucket_bytes < 8:
+        problems.append(Problem("a bucket must hold an element", where, str(message.bucket_bytes), "at least 8 bytes"))
     return problems

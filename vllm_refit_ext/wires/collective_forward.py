@@ -8,7 +8,7 @@ its own site takes the box from there, and hands it on to those for which it wou
 
 Boxes that overlap only in part (engines of different size on one host) are cut where one of them begins or ends, unless one of
 them ends in a layout with blocks: then only equal boxes are shared. Boxes for an engine's own reload, which come first, are
-shared with each other alone. Where nothing is shared, a rank travels as if it were alone.
+shared with each other alone. Where nothing is shared, a rank's schedule is that of a rank alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_refit_ext.core.plan import Plan, overlaps
 from vllm_refit_ext.core.replicas import atoms_of
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires.collective_rounds import ALIGN, boxes_of, cut_boxes, kinds_of, rounds
-from vllm_refit_ext.wires.collective_travel import Rows, Travel, travel_alone, travel_shared
+from vllm_refit_ext.wires.collective_schedule import Rows, Schedule, schedule_alone, schedule_shared
 
 KINDS = 3
 """Of `kinds_of`: scales, for the reload, in place."""
@@ -42,16 +42,16 @@ class Shared(msgspec.Struct):
     start: Int
 
 
-def travels(plan: Plan, sites: Sites, bucket_bytes: int) -> tuple[list[Travel], dict[int, Shared]]:
-    """The travel of every engine rank of the joint `plan`, and what those must be told that can't find theirs alone.
+def schedules(plan: Plan, sites: Sites, bucket_bytes: int) -> tuple[list[Schedule], dict[int, Shared]]:
+    """The schedule of every engine rank of the joint `plan`, and the tables of those that can't find theirs from their own plan.
 
-    bucket_bytes: most payload of a round. In a travel made here, the source columns are those of the trainer rank that sends.
+    bucket_bytes: most payload of a round. In a schedule made here, the source columns are those of the trainer rank that sends.
     """
     shared, trainers = share(plan, sites, bucket_bytes), len(sites.trainers)
     found = [
-        travel_shared(shared[rank].rows, rank, trainers)
+        schedule_shared(shared[rank].rows, rank, trainers)
         if rank in shared
-        else travel_alone(rounds(plan.for_target(rank), bucket_bytes), trainers)
+        else schedule_alone(rounds(plan.for_target(rank), bucket_bytes), trainers)
         for rank in range(len(sites.engines))
     ]
     return found, shared
@@ -84,7 +84,7 @@ def share(plan: Plan, sites: Sites, bucket_bytes: int) -> dict[int, Shared]:
 
 
 class _Groups(msgspec.Struct):
-    """The boxes that a site needs, in the order of their travel. R engine ranks of the site, G boxes.
+    """The boxes that a site needs, in the order of their transfer. R engine ranks of the site, G boxes.
 
     ranks: [R], in the plan's numbers. kind, item, nbytes: [G], see `kinds_of`, bytes of an element, of the box. lo, extent: [G,
     D]. move: [G, R], the move of the joint plan that brings it to a rank, -1 where the rank does not need it. source: [G, R],
@@ -301,8 +301,8 @@ def _rows_of(
     return Shared(rows, own[move], start)
 
 
-def sent_by(found: Sequence[Travel], rank: int) -> Iterator[tuple[int, Travel, Int]]:
-    """For each engine rank what trainer rank `rank` sends it: engine rank, its travel, the pieces in the order of sending."""
+def sent_by(found: Sequence[Schedule], rank: int) -> Iterator[tuple[int, Schedule, Int]]:
+    """For each engine rank what trainer rank `rank` sends it: engine rank, its schedule, the pieces in the order of sending."""
     for target, t in enumerate(found):
         rows = np.flatnonzero(t.source == rank)
         yield target, t, rows[np.lexsort((t.offset[rows], t.run[rows], t.number[rows]))]

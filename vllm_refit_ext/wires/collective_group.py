@@ -1,4 +1,4 @@
-"""The group that bytes travel through: torch.distributed's own object over trainer and engine ranks, NCCL or gloo.
+"""The group that bytes are sent through: torch.distributed's own object over trainer and engine ranks, NCCL or gloo.
 
 It is neither side's default group nor a child of one, so it can be made, dropped and made again without touching the collectives
 of the trainer or of vLLM. Every wait has a deadline. After any failure the group is dropped, never used again: a message that
@@ -20,11 +20,11 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from vllm_refit_ext.core.errors import DeadlineError, RefitError, WireError
-from vllm_refit_ext.wires.collective_meet import Store, local_address, run_until
+from vllm_refit_ext.wires.rendezvous import CONNECT_S, Store, local_address, run_until
 
 Backend = Literal["gloo", "nccl"]
 POLL_S = 50e-6
-"""Pause between two looks at a GPU's progress. Short against a bucket's travel, long against the look."""
+"""Pause between two looks at a GPU's progress. Short against the transfer of a bucket, long against the look."""
 EAGER_S = 2e-3
 """For so long a GPU is looked at without a pause: most buckets are done by then."""
 NEVER = timedelta(days=365)
@@ -35,15 +35,15 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT = threading.Lock()
 
 
-class Parcel(msgspec.Struct):
-    """A message to or from `peer`. tag: the round, so that one pair's messages are told apart. data: uint8 [n], contiguous."""
+class P2POp(msgspec.Struct):
+    """A send to or a receive from `peer`. tag: tells one pair's messages apart. data: uint8 [n], contiguous."""
 
     peer: int
     tag: int
     data: torch.Tensor
 
 
-class Ticket:
+class Work:
     """Operations under way. `wait` returns when all are done."""
 
     def __init__(self, group: Group, works: list[Any], peers: list[int]) -> None:
@@ -75,7 +75,7 @@ class Group:
         """Collective over all ranks of `names`; `name` is new for every group. Raises DeadlineError when a rank does not come."""
         self.name, self.rank, self.names, self.backend = name, rank, list(names), backend
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self._tickets: list[Ticket] = []
+        self._pending: list[Work] = []
         where = self._where = f"wire {store.wire}, {self.names[rank]}"
         prefix = PrefixStore(f"group/{name}", store.raw.clone())
         left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
@@ -90,7 +90,7 @@ class Group:
             )
         except RefitError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever torch raises, it is told as ours
+        except Exception as error:  # noqa: BLE001 - whatever torch raises, it becomes one of ours
             text = str(error).strip().splitlines()
             got = text[0][:200] if text else type(error).__name__
             do = "see which rank is dead or stopped, and whether the hosts reach each other"
@@ -107,9 +107,9 @@ class Group:
         for low, high in sorted({(min(self.rank, peer), max(self.rank, peer)) for peer in peers}):
             out, into = torch.zeros(2, 1, dtype=torch.uint8, device=self.device)
             peer = high if low == self.rank else low
-            self.post([Parcel(peer, 0, out)], [Parcel(peer, 0, into)]).wait(deadline)
+            self.post([P2POp(peer, 0, out)], [P2POp(peer, 0, into)]).wait(deadline)
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Ticket:
+    def post(self, sends: Sequence[P2POp], receives: Sequence[P2POp]) -> Work:
         """Start operations as one batch and return at once. Raises WireError when a peer is gone already."""
         works: list[Any] = []
         peers = [p.peer for p in (*receives, *sends)]
@@ -122,16 +122,16 @@ class Group:
                     works.append(self._group.send([p.data], p.peer, p.tag))
         except RuntimeError as error:
             problem = str(error)
-        ticket = Ticket(self, works, peers)
-        self._tickets = [t for t in self._tickets if t._works]
-        self._tickets.append(ticket)
+        work = Work(self, works, peers)
+        self._pending = [w for w in self._pending if w._works]
+        self._pending.append(work)
         if problem:
-            ticket.drop()
+            work.drop()
             raise self.lost(peers, problem, float("inf"))
-        return ticket
+        return work
 
     @property
-    def apart(self) -> bool:
+    def independent(self) -> bool:
         """Whether messages to one rank go on when those to another fail: NCCL's communicator ends as one."""
         return self.backend == "gloo"
 
@@ -176,7 +176,11 @@ class Group:
         if time.monotonic() >= deadline or "imed out" in text:
             do = "see whether one of these processes, or one they wait for, is stopped or stuck"
             return DeadlineError(
-                f"bytes to or from {whom} did not travel in time", where=where, got=line, wanted="before the deadline", do=do
+                f"bytes to or from {whom} were not transferred in time",
+                where=where,
+                got=line,
+                wanted="before the deadline",
+                do=do,
             )
         do = "see which process has died; the next refit builds a new group"
         return WireError(f"a connection to {whom} broke", where=where, got=line, do=do)
@@ -184,12 +188,74 @@ class Group:
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this one fail at once with gloo, at their deadline with NCCL."""
         group, self._group = self._group, None
-        for ticket in self._tickets:
-            ticket.drop()
-        self._tickets = []
+        for work in self._pending:
+            work.drop()
+        self._pending = []
         if group is not None:
             with contextlib.suppress(Exception):
                 run_until(time.monotonic() + 10.0, "abort", "", group.abort)
+
+
+class Link:
+    """One rank's connections: the store and the group, kept from refit to refit. peers: ranks that it sends to or receives
+    from."""
+
+    def __init__(self, rank: int, names: Sequence[str], backend: Backend, wire: str = "collective") -> None:
+        self.rank, self.names, self.backend, self._wire = rank, list(names), backend, wire
+        self.peers: set[int] = set()
+        self.store: Store | None = None
+        self.group: Group | None = None
+        self.broken = False
+        """Whether a pair of the group has failed while others went on, so that it must not be used again."""
+
+    def connect(self, host: str, port: int, deadline: float) -> None:
+        """Reach the store. Raises WireError, DeadlineError."""
+        if self.store is None:
+            self.store = Store(host, port, deadline, self._wire)
+
+    def join(self, session: str, deadline: float) -> Group:
+        """Rendezvous of all ranks for refit `session`; a new group where not all have the same one. All ranks raise the same
+        error."""
+        assert self.store is not None
+        try:
+            mine = self.group.name if self.group is not None and not self.broken else ""
+            words = self.store.rendezvous(f"{session}/ready", self.rank, self.names, mine.encode(), deadline)
+            if not mine or len(set(words)) > 1:
+                self.drop()
+                self.group = self._new_group(session, deadline)
+        except RefitError:
+            self.close()
+            raise
+        assert self.group is not None
+        return self.group
+
+    def _new_group(self, session: str, deadline: float) -> Group:
+        assert self.store is not None
+        key, group = f"{session}/joined", None
+        try:
+            group = Group(session, self.store, self.rank, self.names, self.backend, deadline)
+            group.connect(self.peers, deadline)
+        except RefitError as error:
+            if group is not None:
+                group.close()
+            raise self.store.stop(key, error, deadline + CONNECT_S) from None
+        try:
+            self.store.rendezvous(key, self.rank, self.names, b"", deadline)
+        except RefitError:
+            group.close()
+            raise
+        return group
+
+    def drop(self) -> None:
+        """Leave the group."""
+        if self.group is not None:
+            self.group.close()
+        self.group, self.broken = None, False
+
+    def close(self) -> None:
+        """Leave the group and the store."""
+        self.drop()
+        self.store = None
 
 
 def _gloo(store: Any, rank: int, size: int, left: timedelta, address: str) -> Callable[[], Any]:

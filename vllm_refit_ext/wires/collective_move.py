@@ -1,6 +1,6 @@
-"""Both ends of the travel: a trainer rank packs and sends its messages, an engine rank receives rounds and offers them.
+"""Both ends of a transfer: a trainer rank packs and sends its messages, an engine rank receives rounds and offers them.
 
-Each end has a ring of two staging buffers, made once. While one bucket travels the other is packed, or written into the
+Each end has a ring of two staging buffers, made once. While one bucket is sent the other is packed, or written into the
 engine. So the bytes in flight at a rank are at most two buckets, and a batch has at most 16 operations. What an engine rank hands
 on to others of its site leaves from the staging in which it landed.
 """
@@ -23,12 +23,12 @@ from vllm_refit_ext.core.errors import RefitError, WireError
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.wires.boxes import addresses_of, as_bytes, box_view
-from vllm_refit_ext.wires.collective_group import Parcel
+from vllm_refit_ext.wires.collective_group import P2POp
 from vllm_refit_ext.wires.collective_rounds import ALIGN
-from vllm_refit_ext.wires.collective_travel import Span, Travel
+from vllm_refit_ext.wires.collective_schedule import Schedule, Span
 
 RING = 2
-"""Staging buffers a rank: one travels while the other is packed or written."""
+"""Staging buffers a rank: one is sent or received while the other is packed or written."""
 OPERATIONS = 16
 """Most operations in one batch. NCCL makes progress on all operations of a small group at once; on thousands it stalls."""
 
@@ -40,22 +40,22 @@ class Waiter(Protocol):
 
 
 class Transport(Protocol):
-    """What carries parcels: `collective_group.Group`, or a stand-in of the same kind."""
+    """What sends and receives: `collective_group.Group`, or a stand-in of the same kind."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
-    def apart(self) -> bool: ...
+    def independent(self) -> bool: ...
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Waiter: ...
+    def post(self, sends: Sequence[P2POp], receives: Sequence[P2POp]) -> Waiter: ...
 
 
 class Outgoing(msgspec.Struct):
     """The pieces that one trainer rank sends, sorted by (round, target, run, place in the message). All int64.
 
-    target: engine rank. number: round, as the target's site counts them. run: see `Travel`. nbytes: of each piece. tensor: index
-    into the rank's live tensors. offset: bytes into it. extent [n, D] elements. strides [n, D] bytes.
+    target: engine rank. number: round, as the target's site counts them. run: see `Schedule`. nbytes: of each piece. tensor:
+    index into the rank's live tensors. offset: bytes into it. extent [n, D] elements. strides [n, D] bytes.
     """
 
     target: Int
@@ -80,11 +80,11 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 class _Copies(msgspec.Struct):
-    """A batch: copy each of `out` to its place in `into`, then send `parcels`."""
+    """A batch: copy each of `out` to its place in `into`, then start `ops`."""
 
     into: list[torch.Tensor]
     out: list[torch.Tensor]
-    parcels: list[Parcel]
+    ops: list[P2POp]
 
 
 class Packer:
@@ -128,14 +128,14 @@ class Packer:
             self._ring = self._ring or [torch.empty(self._room, dtype=torch.uint8, device=transport.device) for _ in range(RING)]
             self._addresses = addresses
             self._copies = [self._copies_of(batch, self._ring[i % RING], tensors) for i, batch in enumerate(self._batches)]
-        flying: list[list[tuple[int, Waiter]]] = [[] for _ in range(RING)]
+        pending: list[list[tuple[int, Waiter]]] = [[] for _ in range(RING)]
         for index, copies in enumerate(self._copies):
-            self._land(transport, flying[index % RING], deadline)
+            self._wait(transport, pending[index % RING], deadline)
             with torch.no_grad():
                 torch._foreach_copy_(copies.into, copies.out)
-            flying[index % RING] = self._post(transport, copies.parcels)
-        for started in flying:
-            self._land(transport, started, deadline)
+            pending[index % RING] = self._post(transport, copies.ops)
+        for started in pending:
+            self._wait(transport, started, deadline)
         sent: dict[int, int] = {}
         for message in self._messages:
             if self._first + message.target in self.lost:
@@ -143,33 +143,33 @@ class Packer:
             sent[message.target] = sent.get(message.target, 0) + message.nbytes
         return sent
 
-    def _post(self, transport: Transport, parcels: list[Parcel]) -> list[tuple[int, Waiter]]:
+    def _post(self, transport: Transport, ops: list[P2POp]) -> list[tuple[int, Waiter]]:
         """Start a batch, in one where all its messages end as one. Returns what to wait for, with the peer of each."""
-        if not transport.apart:
-            return [(-1, transport.post(parcels, []))]
+        if not transport.independent:
+            return [(-1, transport.post(ops, []))]
         started = []
-        for parcel in parcels:
-            if parcel.peer not in self.lost:
+        for op in ops:
+            if op.peer not in self.lost:
                 try:
-                    started.append((parcel.peer, transport.post([parcel], [])))
+                    started.append((op.peer, transport.post([op], [])))
                 except WireError as error:
-                    self.lost[parcel.peer] = error
+                    self.lost[op.peer] = error
         return started
 
-    def _land(self, transport: Transport, started: list[tuple[int, Waiter]], deadline: float) -> None:
+    def _wait(self, transport: Transport, started: list[tuple[int, Waiter]], deadline: float) -> None:
         for peer, waiter in started:
             try:
                 waiter.wait(deadline)
             except WireError as error:
-                if not transport.apart:
+                if not transport.independent:
                     raise
                 self.lost.setdefault(peer, error)
 
     def _copies_of(self, batch: Sequence[_Message], slot: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Copies:
-        """What fills a staging buffer, as pairs of views, and the parcels that leave it."""
+        """What fills a staging buffer, as pairs of views, and the sends that leave it."""
         p, copies, start = self._pieces, _Copies([], [], []), 0
         for message in batch:
-            copies.parcels.append(Parcel(self._first + message.target, message.tag, slot[start : start + message.nbytes]))
+            copies.ops.append(P2POp(self._first + message.target, message.tag, slot[start : start + message.nbytes]))
             at = start
             for i in range(message.first, message.last):
                 source, extent, size = tensors[int(p.tensor[i])], p.extent[i].tolist(), int(p.nbytes[i])
@@ -218,25 +218,25 @@ class Unpacker:
     engine rank of the site.
     """
 
-    def __init__(self, travel: Travel, device: torch.device) -> None:
-        self.travel = travel
+    def __init__(self, schedule: Schedule, device: torch.device) -> None:
+        self.schedule = schedule
         self.received: dict[int, int] = {}
         self.forwarded: dict[int, int] = {}
         self.token = secrets.token_hex(8)
-        kept, count = travel.kept, len(travel.sizes)
-        room = max((_padded(n) for n in travel.sizes[kept:]), default=0)
+        kept, count = schedule.kept, len(schedule.sizes)
+        room = max((_padded(n) for n in schedule.sizes[kept:]), default=0)
         self._ring = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(RING)]
-        self._kept = [torch.empty(_padded(n), dtype=torch.uint8, device=device) for n in travel.sizes[:kept]]
-        self._dtypes = sorted({b.dtype for b in travel.plan.sources})
+        self._kept = [torch.empty(_padded(n), dtype=torch.uint8, device=device) for n in schedule.sizes[:kept]]
+        self._dtypes = sorted({b.dtype for b in schedule.plan.sources})
         self.whole = self._staged_plan()
-        in_place = range(kept + travel.reloads, count)
+        in_place = range(kept + schedule.reloads, count)
         # Scales stand in every step that has codes of theirs; alone where nothing but scales is written in place.
-        self.steps = [self.whole.select(self.whole.with_scales(travel.number == r)) for r in in_place]
-        self.steps = self.steps or [self.whole.select(travel.number < kept)]
+        self.steps = [self.whole.select(self.whole.with_scales(schedule.number == r)) for r in in_place]
+        self.steps = self.steps or [self.whole.select(schedule.number < kept)]
         self._transport: Transport | None = None
         self._deadline = 0.0
-        self._landed: list[list[Waiter]] = []
-        self._exchanged: list[list[tuple[bool, Waiter]]] = []
+        self._recvs: list[list[Waiter]] = []
+        self._exchanges: list[list[tuple[bool, Waiter]]] = []
         self._here = 0
 
     @property
@@ -247,16 +247,16 @@ class Unpacker:
     def begin(self, transport: Transport, deadline: float) -> None:
         """Start a refit: nothing of the last one is left."""
         self._transport, self._deadline = transport, deadline
-        self.received, self.forwarded, self._landed, self._exchanged, self._here = {}, {}, [], [], 0
+        self.received, self.forwarded, self._recvs, self._exchanges, self._here = {}, {}, [], [], 0
 
     @property
     def done(self) -> bool:
         """Whether every round was received."""
-        return self._here == len(self.travel.sizes)
+        return self._here == len(self.schedule.sizes)
 
     def finish(self) -> None:
         """Wait until everything that this rank hands on was taken. Raises WireError, DeadlineError."""
-        for number in range(len(self._exchanged)):
+        for number in range(len(self._exchanges)):
             self._wait_exchange(number)
 
     def memory(self, buffer: int) -> torch.Tensor:
@@ -267,58 +267,58 @@ class Unpacker:
         number = buffer // len(self._dtypes)
         while self._here <= number:
             self._fetch()
-        if self.travel.kept <= number < self._here - 1:
+        if self.schedule.kept <= number < self._here - 1:
             raise WireError("a round was asked for after a later one", where="wire collective", got=number, wanted=self._here - 1)
         return self._slot(number)
 
     def _slot(self, number: int) -> torch.Tensor:
-        kept = self.travel.kept
+        kept = self.schedule.kept
         return self._kept[number] if number < kept else self._ring[(number - kept) % RING]
 
     def _fetch(self) -> None:
-        """Wait for the next round. Its predecessor's bytes were used, since nothing asks for them: the buffer travels again.
+        """Wait for the next round. Its predecessor's bytes were used, since nothing asks for them: the buffer is filled again.
 
         Messages start in the order (round, phase): what lands, then what is handed on. What lands of later rounds starts early,
         as long as staging is free for it and nothing of an earlier round must start before it.
         """
         here = self._here
-        ahead = min(here + (RING if here < self.travel.kept else RING - 1), len(self.travel.sizes) - 1)
+        ahead = min(here + (RING if here < self.schedule.kept else RING - 1), len(self.schedule.sizes) - 1)
         while True:
-            number = len(self._exchanged)
-            if len(self._landed) == number and number <= ahead:
-                self._land(number)
-            elif len(self._landed) > number and (number <= here or not self.travel.exchange[number]):
-                self._hand_on(number)
+            number = len(self._exchanges)
+            if len(self._recvs) == number and number <= ahead:
+                self._receive(number)
+            elif len(self._recvs) > number and (number <= here or not self.schedule.exchange[number]):
+                self._forward(number)
             else:
                 break
-        for waiter in self._landed[here]:
+        for waiter in self._recvs[here]:
             waiter.wait(self._deadline)
-        for brings, waiter in self._exchanged[here]:
+        for brings, waiter in self._exchanges[here]:
             if brings:
                 waiter.wait(self._deadline)
-        for span in self.travel.landing[here]:
+        for span in self.schedule.landing[here]:
             self.received[span.peer] = self.received.get(span.peer, 0) + span.nbytes
-        for span in self.travel.exchange[here]:
+        for span in self.schedule.exchange[here]:
             if not span.gives:
-                peer = span.peer - self.travel.trainers
+                peer = span.peer - self.schedule.trainers
                 self.forwarded[peer] = self.forwarded.get(peer, 0) + span.nbytes
         self._here += 1
 
-    def _land(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
         """Start to receive what trainer ranks send in round `number`, whose staging is free once nothing is handed on from it."""
-        if number - RING >= self.travel.kept:
+        if number - RING >= self.schedule.kept:
             self._wait_exchange(number - RING)
-        self._landed.append([waiter for _, waiter in self._post(number, self.travel.landing[number])])
+        self._recvs.append([waiter for _, waiter in self._post(number, self.schedule.landing[number])])
 
-    def _hand_on(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         """Start the exchange of round `number` with the other engine ranks of the site, once that which landed is there."""
-        if self.travel.exchange[number]:
-            for waiter in self._landed[number]:
+        if self.schedule.exchange[number]:
+            for waiter in self._recvs[number]:
                 waiter.wait(self._deadline)
-        self._exchanged.append(self._post(number, self.travel.exchange[number]))
+        self._exchanges.append(self._post(number, self.schedule.exchange[number]))
 
     def _wait_exchange(self, number: int) -> None:
-        for _, waiter in self._exchanged[number]:
+        for _, waiter in self._exchanges[number]:
             waiter.wait(self._deadline)
 
     def _post(self, number: int, spans: Sequence[Span]) -> list[tuple[bool, Waiter]]:
@@ -329,8 +329,7 @@ class Unpacker:
         for first in range(0, len(spans), OPERATIONS):
             batch = spans[first : first + OPERATIONS]
             sends, receives = (
-                [Parcel(s.peer, s.tag, slot[s.at : s.at + s.nbytes]) for s in batch if s.gives == gives]
-                for gives in (True, False)
+                [P2POp(s.peer, s.tag, slot[s.at : s.at + s.nbytes]) for s in batch if s.gives == gives] for gives in (True, False)
             )
             started.append((bool(receives), self._transport.post(sends, receives)))
         return started
@@ -339,18 +338,20 @@ class Unpacker:
         """All moves as row-major boxes at their place in staging. A buffer for each round and dtype: the round's whole
         staging.
         """
-        plan, travel = self.travel.plan, self.travel
+        plan, schedule = self.schedule.plan, self.schedule
         rank = plan.targets[0].rank if plan.targets else 0
         buffers = [
-            Buffer(f"round {r}", rank, d, (_padded(n) // ITEMSIZE[d],)) for r, n in enumerate(travel.sizes) for d in self._dtypes
+            Buffer(f"round {r}", rank, d, (_padded(n) // ITEMSIZE[d],))
+            for r, n in enumerate(schedule.sizes)
+            for d in self._dtypes
         ]
         code = np.array([self._dtypes.index(b.dtype) for b in plan.sources], np.int64)[plan.source] if len(plan) else plan.source
         item = np.array([ITEMSIZE[d] for d in self._dtypes], np.int64)[code] if len(plan) else plan.source
         strides = np.ones_like(plan.extent)
         strides[:, :-1] = np.cumprod(plan.extent[:, :0:-1], axis=1)[:, ::-1]
         columns = {c: getattr(plan, c) for c in Plan.COLUMNS}
-        columns["source"] = travel.number * len(self._dtypes) + code
-        columns |= {"source_offset": travel.offset, "source_strides": strides * item[:, None]}
+        columns["source"] = schedule.number * len(self._dtypes) + code
+        columns |= {"source_offset": schedule.offset, "source_strides": strides * item[:, None]}
         return Plan(plan.manifest, buffers, plan.targets, **columns)
 
 

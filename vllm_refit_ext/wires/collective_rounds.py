@@ -1,7 +1,7 @@
-"""Rounds: in which pieces and in which order the moves into one engine rank travel. Pure tables, equal on both sides.
+"""Rounds: in which pieces and in which order the moves into one engine rank are transferred. Pure tables, equal on both sides.
 
 An engine rank receives its moves in rounds of at most `bucket_bytes`; in a round each source sends one message, its pieces of
-that round end to end. First come scales of tensors that travel as MXFP8, which are kept until their codes are there; then moves
+that round end to end. First come scales of tensors that are sent as MXFP8, which are kept until their codes are there; then moves
 for the engine's own reload; then those in place; each in plan order. A move larger than a bucket is cut.
 
 No two ranks can wait for each other. Each sender sends in the order (round, target), each target receives in the order (round,
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Rounds(msgspec.Struct):
-    """The moves into one engine rank, in pieces, in the order of their travel.
+    """The moves into one engine rank, in pieces, in the order of their transfer.
 
     plan: the pieces. number: int64 [n], the round of each. at: int64 [n], bytes from the start of its message. messages: for
     each round, by source rank. kept: how many of the first rounds are scales. reloads: how many behind these are for the reload.
@@ -84,7 +84,7 @@ def rounds(plan: Plan, bucket_bytes: int) -> Rounds:
 
 
 def kinds_of(plan: Plan) -> Int:
-    """0 for scales that travel beside their codes, 1 for the engine's reload, 2 for writes in place; int64 [n]."""
+    """0 for scales that are sent beside their codes, 1 for the engine's reload, 2 for writes in place; int64 [n]."""
     if not len(plan):
         return np.zeros(0, np.int64)
     scales = {spec.scale for spec in plan.manifest.tensors.values() if spec.scale}

@@ -1,4 +1,4 @@
-"""The table of an engine rank that shares: packed by trainer rank 0, and checked by the rank against its own plan.
+"""The forwarding table of an engine rank: packed by trainer rank 0, and checked by the rank against its own plan.
 
 A table names the rank's own moves and where in them a piece begins; it can't name memory. A rank that was given a table which
 does not cover each of its moves exactly once, or breaks a bound, refuses it before anything is written.
@@ -16,7 +16,7 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires.collective_forward import Shared
 from vllm_refit_ext.wires.collective_rounds import boxes_of, kinds_of
-from vllm_refit_ext.wires.collective_travel import Rows, Travel, travel_shared
+from vllm_refit_ext.wires.collective_schedule import Rows, Schedule, schedule_shared
 
 
 class Table(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,8 +49,8 @@ def pack_table(shared: Shared, rank: int, digest: str) -> bytes:
     return msgspec.msgpack.encode(Table(rank, digest, *packed))
 
 
-def read_table(raw: bytes, plan: Plan, rank: int, trainers: int, engines: int, bucket_bytes: int) -> Travel:
-    """The travel of engine rank `rank`, whose own plan is `plan`. Raises PlanError where the table does not fit this plan."""
+def read_table(raw: bytes, plan: Plan, rank: int, trainers: int, engines: int, bucket_bytes: int) -> Schedule:
+    """The schedule of engine rank `rank`, whose own plan is `plan`. Raises PlanError where the table does not fit this plan."""
     where = f"wire collective, engine rank {rank}"
     try:
         table = msgspec.msgpack.decode(raw, type=Table)
@@ -75,11 +75,11 @@ def read_table(raw: bytes, plan: Plan, rank: int, trainers: int, engines: int, b
         rows = Rows(part, number, holder, run, origin, by_run)
         problems = _bad_ranks(rows, rank, trainers, engines, where)
     if not problems:
-        travel = travel_shared(rows, rank, trainers)
-        problems = _bad_rounds(travel, bucket_bytes, where)
+        schedule = schedule_shared(rows, rank, trainers)
+        problems = _bad_rounds(schedule, bucket_bytes, where)
     if problems:
         raise PlanError.of(problems, f"the forwarding table of engine rank {rank} does not fit its plan")
-    return travel
+    return schedule
 
 
 AGAIN = "prepare again on every rank, and install the same version of this project on trainers and engines"
@@ -127,21 +127,21 @@ def _bad_ranks(rows: Rows, rank: int, trainers: int, engines: int, where: str) -
     return problems
 
 
-def _bad_rounds(travel: Travel, bucket_bytes: int, where: str) -> list[Problem]:
+def _bad_rounds(schedule: Schedule, bucket_bytes: int, where: str) -> list[Problem]:
     """Rounds that mix what must come one after another, that are too large, or whose elements lie askew."""
     problems: list[Problem] = []
-    plan = travel.plan
+    plan = schedule.plan
     if not len(plan):
         return problems
-    kinds, count = kinds_of(plan), len(travel.numbers)
-    if (np.diff(kinds) < 0).any() or len(np.unique(travel.number * 4 + kinds)) != count:
+    kinds, count = kinds_of(plan), len(schedule.numbers)
+    if (np.diff(kinds) < 0).any() or len(np.unique(schedule.number * 4 + kinds)) != count:
         problems.append(Problem("its rounds mix scales, what the reload needs and what is written in place", where, do=AGAIN))
-    payload = np.bincount(travel.number, plan.nbytes, count)
+    payload = np.bincount(schedule.number, plan.nbytes, count)
     item = np.array([ITEMSIZE[b.dtype] for b in plan.sources], np.int64)[plan.source]
     if payload.max() > max(bucket_bytes, int(item.max())):
         problems.append(
             Problem("a round is larger than a bucket", where, f"{int(payload.max())} bytes", str(bucket_bytes), AGAIN)
         )
-    if (travel.offset % item).any():
+    if (schedule.offset % item).any():
         problems.append(Problem("pieces of a run differ in the width of their elements", where, do=AGAIN))
     return problems

@@ -2,7 +2,7 @@
 
 For trainer and engine on the GPUs of one host. Each trainer rank exports every allocation that its parameters lie in: plain
 handles, with the place of each buffer, in messages of our own. An engine rank opens what its plan reads, with its own device
-current, so memory of another GPU comes over NVLink by the same code. Handles travel again only when the trainer's memory has
+current, so memory of another GPU comes over NVLink by the same code. Handles are sent again only when the trainer's memory has
 moved. Mappings are closed at the end of a refit, because an open one keeps the trainer's memory from being freed; a trainer
 that stays resident says so, and they stay.
 
@@ -57,7 +57,7 @@ class IpcSender(Sender):
         self._export: Export | None = None
         self._flag: torch.Tensor | None = None
         self._epoch = ""
-        self._told = False
+        self._sent = False
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Wait for the device, then mark the memory as this refit's. Raises WireError where memory can't be exported."""
@@ -76,23 +76,23 @@ class IpcSender(Sender):
             torch.cuda.synchronize(device)
         if moved:
             self._export, self._addresses = self._make(len(tensors), addresses), addresses
-            self._epoch, self._told = secrets.token_hex(8), False
+            self._epoch, self._sent = secrets.token_hex(8), False
         part = IpcRank(
             rank=self.rank,
             process=cuda_ipc.process(),
             device=cuda_ipc.device_uuid(device.index),
             epoch=self._epoch,
             nonce=nonce,
-            export=None if self._told else msgspec.msgpack.encode(self._export),
+            export=None if self._sent else msgspec.msgpack.encode(self._export),
             resident=self.resident,
             site=this_site(),
         )
-        self._told = True
+        self._sent = True
         return msgspec.msgpack.encode(part)
 
     def forget(self) -> None:
         """Send the handles again: the last refit failed, and may not have reached every engine rank."""
-        self._told = False
+        self._sent = False
 
     def _of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that are read."""
@@ -236,8 +236,8 @@ class IpcReader(Reader):
                 problems += [msgspec.structs.replace(p, where=f"trainer rank {rank} · {p.where}") for p in error.problems]
         if problems:
             for rank in self._used_ranks:  # what was kept stays, but for mappings of memory that may be freed
-                held, told = self._maps_of.get(rank), self._ranks.get(rank)
-                if held is not None and (held is not maps.ranks.get(rank) or told is None or not told.resident):
+                held, sent = self._maps_of.get(rank), self._ranks.get(rank)
+                if held is not None and (held is not maps.ranks.get(rank) or sent is None or not sent.resident):
                     held.close()
             raise WireError.of(problems, f"wire ipc: {len(problems)} problem(s), nothing was written")
         for rank, held in maps.ranks.items():
@@ -247,39 +247,39 @@ class IpcReader(Reader):
         self.token = self._address.tobytes()
 
     def _open_rank(self, rank: int, used: Int, local: Int, nbytes: Int) -> None:
-        told = self._ranks.get(rank)
-        if told is None or not told.epoch:
+        sent = self._ranks.get(rank)
+        if sent is None or not sent.epoch:
             raise WireError("it said nothing of its memory", where=WHERE, do="call begin on every trainer rank")
         held = self._maps_of.get(rank)
-        if held is None or held.epoch != told.epoch:
-            if told.export is None:
+        if held is None or held.epoch != sent.epoch:
+            if sent.export is None:
                 raise WireError(
                     "its handles are not known here",
                     where=WHERE,
-                    got=f"epoch {told.epoch}",
+                    got=f"epoch {sent.epoch}",
                     do="refit again; handles are sent after a failure",
                 )
-            held = self._maps_of[rank] = RankMaps(told.epoch, told.process, _export(told.export), self._device)
-        if told.device not in _visible():
+            held = self._maps_of[rank] = RankMaps(sent.epoch, sent.process, _export(sent.export), self._device)
+        if sent.device not in _visible():
             do = "let trainer and engine see the same GPUs (CUDA_VISIBLE_DEVICES), or use the wire shm"
-            if apart(told.site, this_site()):
-                do = not_shared(told.site)
+            if apart(sent.site, this_site()):
+                do = not_shared(sent.site)
             raise WireError(
-                "its GPU is not visible to this engine", where=WHERE, got=told.device, wanted=", ".join(_visible()), do=do
+                "its GPU is not visible to this engine", where=WHERE, got=sent.device, wanted=", ".join(_visible()), do=do
             )
-        if told.process == cuda_ipc.process() and told.device != cuda_ipc.device_uuid(self._device.index):
+        if sent.process == cuda_ipc.process() and sent.device != cuda_ipc.device_uuid(self._device.index):
             do = "give the engine a process of its own"
-            raise WireError("trainer and engine are one process on two GPUs", where=WHERE, got=told.device, do=do)
+            raise WireError("trainer and engine are one process on two GPUs", where=WHERE, got=sent.device, do=do)
         self._address[used] = held.places(local, nbytes)
         self._check_nonce(rank)
 
     def _check_nonce(self, rank: int) -> None:
-        held, told = self._maps_of[rank], self._ranks[rank]
+        held, sent = self._maps_of[rank], self._ranks[rank]
         got = cuda_ipc.read_word(held.base(held.flag[0]) + held.flag[1])
-        if got != told.nonce:
+        if got != sent.nonce:
             do = "refit once more; hold the weights still until the refit returns"
             raise WireError(
-                "the trainer's memory is not that of this refit", where=WHERE, got=f"nonce {got}", wanted=told.nonce, do=do
+                "the trainer's memory is not that of this refit", where=WHERE, got=f"nonce {got}", wanted=sent.nonce, do=do
             )
 
     def address(self, buffer: int) -> int:

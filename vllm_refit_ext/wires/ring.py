@@ -3,7 +3,7 @@ must move, or where the trainer spans hosts.
 
 The trainer packs its part of the plan into buckets of bounded size, in plan order; a tensor larger than a bucket is cut; while
 one bucket is written into the engine the next is packed. The engine reads the trainer's buffers where they lie, so the extra
-memory is two buckets for each engine rank on the trainer's side, and on the engine's side only scales that travel beside their
+memory is two buckets for each engine rank on the trainer's side, and on the engine's side only scales that are sent beside their
 codes. Without a GPU the ring lies in shared memory, and everything else is the same.
 
 An engine rank maps rings of its own site only. What lies on another site is sent to a trainer rank of the engine rank's site,
@@ -31,7 +31,7 @@ from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES, Reader
 from vllm_refit_ext.wires.collective_rounds import Rounds, rounds
 from vllm_refit_ext.wires.ring_buffers import DONE, READY, STOP, RingMapping, padded, seal_of
-from vllm_refit_ext.wires.ring_order import Seat, schedule, seats, table_of
+from vllm_refit_ext.wires.ring_order import Place, places, schedule, table_of
 from vllm_refit_ext.wires.ring_send import WHERE, Part, RingSender, Share, rest_of
 
 
@@ -39,7 +39,7 @@ class RingRounds:
     """The moves into one engine rank with the ring as their source. Kept from refit to refit.
 
     whole: all of them. steps: those in place, a plan a round. A source buffer of these plans is one message, seen as one dtype.
-    seats: where each message lies. slots: bytes of a buffer in each ring.
+    places: where each message lies. slots: bytes of a buffer in each ring.
     """
 
     def __init__(self, plan: Plan, bucket_bytes: int, device: torch.device, relay: dict[int, int]) -> None:
@@ -50,8 +50,8 @@ class RingRounds:
         self._dtypes = sorted({b.dtype for b in plan.sources})
         self.messages = [(number, m.source, m.nbytes) for number, found in enumerate(self.rounds.messages) for m in found]
         self._index = {(number, source): i for i, (number, source, _) in enumerate(self.messages)}
-        found, self.slots = seats(self.rounds.messages, self.relay)
-        self.seats: list[Seat] = [seat for row in found for seat in row]
+        found, self.slots = places(self.rounds.messages, self.relay)
+        self.places: list[Place] = [place for row in found for place in row]
         self.whole = self._plan()
         self._kept = {
             i: torch.empty(n, dtype=torch.uint8, device=device)
@@ -111,7 +111,7 @@ class RingReader(Reader):
         self.token = tuple((owner, ring.seal) for owner, ring in rings.items())
 
     def start(self, deadline: float) -> None:
-        """Nothing to meet: the words of the rings say what is there. deadline: time.monotonic seconds."""
+        """There is no rendezvous: the words of the rings say what is there. deadline: time.monotonic seconds."""
         self._deadline = deadline
 
     def memory(self, buffer: int) -> torch.Tensor:
@@ -122,12 +122,12 @@ class RingReader(Reader):
         wanted = self._laid.message_of(buffer)
         while self._next <= wanted:
             self._fetch()
-        held = self._laid.kept(wanted)
-        if held is None:
+        memory = self._laid.kept(wanted)
+        if memory is None:
             if wanted not in self._here:
                 raise WireError("a round was asked for after a later one", where=WHERE, got=wanted, wanted=self._next - 1)
-            held = self._here[wanted]
-        return held
+            memory = self._here[wanted]
+        return memory
 
     def fetch(self, plan: Plan) -> None:
         """Wait for all that a step reads."""
@@ -138,13 +138,13 @@ class RingReader(Reader):
         number, source, nbytes = self._laid.messages[self._next]
         for old in [m for m in self._here if self._laid.messages[m][0] < number]:
             self._give_up(old)
-        seat, rank = self._laid.seats[self._next], self._laid.rank
-        ring, over = self._rings[seat.owner], f", relayed by trainer rank {seat.owner}" if seat.owner != source else ""
+        place, rank = self._laid.places[self._next], self._laid.rank
+        ring, over = self._rings[place.owner], f", relayed by trainer rank {place.owner}" if place.owner != source else ""
         where = f"{WHERE}, engine rank {rank} from trainer rank {source}{over}"
-        ring.words.wait(rank, READY, seat.count + 1, self._epochs[seat.owner], self._deadline, where, lambda: False)
+        ring.words.wait(rank, READY, place.count + 1, self._epochs[place.owner], self._deadline, where, lambda: False)
         # Seen as several dtypes, so it ends where all of them do; buffers are that long.
         (size,) = padded([nbytes])
-        memory = ring.slot(rank, seat.half)[seat.at : seat.at + size]
+        memory = ring.slot(rank, place.half)[place.at : place.at + size]
         self.received[source] = self.received.get(source, 0) + nbytes
         self._here[self._next] = memory
         kept = self._laid.kept(self._next)
@@ -158,8 +158,8 @@ class RingReader(Reader):
     def _give_up(self, message: int) -> None:
         """Let the trainer fill the buffer again. Writers wait for their kernels, so nothing reads it any more."""
         del self._here[message]
-        seat = self._laid.seats[message]
-        self._rings[seat.owner].words.write(self._laid.rank, DONE, self._epochs[seat.owner], seat.count + 1)
+        place = self._laid.places[message]
+        self._rings[place.owner].words.write(self._laid.rank, DONE, self._epochs[place.owner], place.count + 1)
 
     def confirm(self) -> None:
         """Raise WireError when rounds were left or a ring went on to another refit. Then the trainer may go on."""
@@ -208,40 +208,40 @@ class _Kept:
 
 
 def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
-    """Cut the travel of the whole plan for the trainer's ranks.
+    """Cut the whole plan into the tasks of the trainer's ranks.
 
     Raises ConfigError where an engine rank needs bytes of another site and has no trainer rank on its own.
     """
-    lanes = choose_relays(plan.edges(), sites)
-    travels = [rounds(plan.for_target(t), bucket_bytes) for t in range(len(sites.engines))]
-    tasks, slots = schedule(travels, lanes, len(sites.trainers))
-    table = pack(np.array(sorted((*edge, relay) for edge, relay in lanes.items()), np.int64)) if lanes else None
+    relays = choose_relays(plan.edges(), sites)
+    cuts = [rounds(plan.for_target(t), bucket_bytes) for t in range(len(sites.engines))]
+    tasks, slots = schedule(cuts, relays, len(sites.trainers))
+    table = pack(np.array(sorted((*edge, relay) for edge, relay in relays.items()), np.int64)) if relays else None
     several = len(set(sites.trainers)) > 1
     return [
         msgspec.msgpack.encode(
             Share(
                 len(sites.trainers),
-                len(travels),
+                len(cuts),
                 bucket_bytes,
                 several,
                 table,
                 slots[rank],
                 pack(table_of(tasks[rank])),
-                _pieces(travels, plan, rank),
+                _pieces(cuts, plan, rank),
             )
         )
         for rank in range(len(sites.trainers))
     ]
 
 
-def _pieces(travels: Sequence[Rounds], plan: Plan, rank: int) -> list[Column]:
+def _pieces(cuts: Sequence[Rounds], plan: Plan, rank: int) -> list[Column]:
     """The columns of `Share` for one trainer rank."""
     first = int(np.searchsorted([b.rank for b in plan.sources], rank))
     depth = plan.extent.shape[1]
     item = np.array([ITEMSIZE[b.dtype] for b in plan.sources], np.int64)
     none = np.zeros(0, np.int64)
     parts: list[tuple[Int, ...]] = [(none, none, none, none, np.zeros((0, 2), np.int64), *(np.zeros((0, depth), np.int64),) * 2)]
-    for target, r in enumerate(travels):
+    for target, r in enumerate(cuts):
         rows = np.flatnonzero(r.plan.source_rank == rank)
         rows = rows[np.lexsort((r.at[rows], r.number[rows]))]
         p = r.plan
@@ -273,13 +273,13 @@ def info(parts: Sequence[bytes]) -> RingInfo:
     decoded = [msgspec.msgpack.decode(p, type=Part) for p in parts]
     head = decoded[0]
     backends = sorted({p.backend for p in decoded})
-    if head.lanes is not None and len(backends) > 1:
+    if head.relays is not None and len(backends) > 1:
         raise ConfigError("some trainer ranks hold their weights on a GPU and some do not", where=WHERE, got=", ".join(backends))
     return RingInfo(
         rings=[p.ring for p in decoded],
         bucket_bytes=head.bucket_bytes,
         engines=head.engines,
-        lanes=head.lanes,
+        relays=head.relays,
         host=head.host,
         port=head.port,
     )
@@ -287,38 +287,42 @@ def info(parts: Sequence[bytes]) -> RingInfo:
 
 def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> RingReader:
     """Map the rings that this rank's plan reads, and check that they belong to this refit. Raises ConfigError, WireError."""
-    told = update.ring
-    if told is None:
+    message = update.ring
+    if message is None:
         raise ConfigError("wire ring needs the field ring", where="update_weights", do="pass what the sender made")
     ranks = {b.rank for b in plan.targets}
-    if ranks and (max(ranks) >= told.engines or told.bucket_bytes < 8):
+    if ranks and (max(ranks) >= message.engines or message.bucket_bytes < 8):
         raise ConfigError(
             "this rank's number does not fit the message",
             where=WHERE,
             got=sorted(ranks),
-            wanted=f"below {told.engines}",
+            wanted=f"below {message.engines}",
             do="prepare again",
         )
-    held: _Kept = kept.setdefault("ring", _Kept())
-    on_gpu = any(r.handle for r in told.rings)
+    last: _Kept = kept.setdefault("ring", _Kept())
+    on_gpu = any(r.handle for r in message.rings)
     if on_gpu and not torch.cuda.is_available():
         raise ConfigError("the trainer's ring is on a GPU and this engine has none", where=WHERE, do="use the wire shm")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    key = told.bucket_bytes, device, _relays(told, ranks)
-    laid = held.laid if held.laid is not None and held.plan is plan and held.laid.key == key else RingRounds(plan, *key)
-    by_rank = {r.rank: r for r in told.rings}
-    if len(by_rank) < len(told.rings):
-        raise WireError("two rings were named for one trainer rank", where=WHERE, got=[r.rank for r in told.rings])
+    key = message.bucket_bytes, device, _relays(message, ranks)
+    laid = last.laid if last.laid is not None and last.plan is plan and last.laid.key == key else RingRounds(plan, *key)
+    by_rank = {r.rank: r for r in message.rings}
+    if len(by_rank) < len(message.rings):
+        raise WireError("two rings were named for one trainer rank", where=WHERE, got=[r.rank for r in message.rings])
     _check_rings(laid, by_rank)
-    rest, opened, problems = rest_of(told.bucket_bytes, told.engines, told.lanes), dict[int, RingMapping](), list[Problem]()
+    rest, opened, problems = (
+        rest_of(message.bucket_bytes, message.engines, message.relays),
+        dict[int, RingMapping](),
+        list[Problem](),
+    )
     for owner in laid.slots:
-        ring = held.rings.get(owner)
+        ring = last.rings.get(owner)
         try:
             if ring is None or ring.seal != seal_of(by_rank[owner], rest):
                 opened[owner] = RingMapping(by_rank[owner], device, rest)
         except WireError as error:
             problems += error.problems
-    rings = {owner: opened[owner] if owner in opened else held.rings[owner] for owner in laid.slots if not problems}
+    rings = {owner: opened[owner] if owner in opened else last.rings[owner] for owner in laid.slots if not problems}
     epochs = {owner: by_rank[owner].epoch for owner in rings}
     try:
         if problems:
@@ -328,23 +332,23 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> RingRea
         for ring in opened.values():
             ring.close()
         raise
-    for owner, ring in held.rings.items():
+    for owner, ring in last.rings.items():
         if rings.get(owner) is not ring:
             ring.close()
-    held.plan, held.laid, held.rings = plan, laid, rings
+    last.plan, last.laid, last.rings = plan, laid, rings
     return RingReader(laid, rings, epochs)
 
 
-def _relays(told: RingInfo, ranks: set[int]) -> dict[int, int]:
-    """The lanes of this engine rank: source -> relay. Raises ConfigError for a table that can't be read."""
-    if told.lanes is None:
+def _relays(message: RingInfo, ranks: set[int]) -> dict[int, int]:
+    """The relays of this engine rank: source -> relay. Raises ConfigError for a table that can't be read."""
+    if message.relays is None:
         return {}
     try:
-        rows = unpack(told.lanes)
+        rows = unpack(message.relays)
     except ValueError as error:
-        raise ConfigError("the lanes can't be read", where=WHERE, got=error, do="pass what the sender made") from None
+        raise ConfigError("the relays can't be read", where=WHERE, got=error, do="pass what the sender made") from None
     if rows.ndim != 2 or rows.shape[1] != 3:
-        raise ConfigError("the lanes can't be read", where=WHERE, got=f"shape {list(rows.shape)}", wanted="[n, 3]")
+        raise ConfigError("the relays can't be read", where=WHERE, got=f"shape {list(rows.shape)}", wanted="[n, 3]")
     return {int(source): int(relay) for source, engine, relay in rows[np.isin(rows[:, 1], sorted(ranks))]}
 
 

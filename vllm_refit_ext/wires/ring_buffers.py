@@ -8,11 +8,16 @@ deadline, and each side sees when the other is gone.
 Every word has one writer and carries the epoch of the refit that it speaks of, so what a late rank writes or reads is never taken
 for another refit's; and refits take turns in SETS sets of words, so that it overwrites nothing of those that follow. The file's
 header names everything that a message says of the ring, so a message that says otherwise is refused.
+
+A word is one aligned store of 8 bytes, without a fence, which Python does not have. In host memory a message is there before its
+word because x86-64 shows stores to other cores in their order, so other machines are refused. On a GPU the owner waits
+for its stream before it sets the word, and the reader launches its kernels after it has read it, on any machine.
 """
 
 from __future__ import annotations
 
 import hashlib
+import platform
 import struct
 import time
 from collections.abc import Callable, Iterable
@@ -127,12 +132,16 @@ class RingOwner:
     """A trainer rank's ring. slots: for each engine rank the bytes of one of its RING buffers, 0 for one that reads elsewhere."""
 
     def __init__(self, rank: int, slots: list[int], device: torch.device, rest: bytes = b"") -> None:
-        """Allocate and export. rest: see `seal_of`. Raises WireError when there is no room."""
+        """Allocate and export. rest: see `seal_of`. Raises WireError when there is no room, or no order of stores to rely on."""
         self._device = device
         self._slots = padded(slots)
         self.nbytes = max(ALIGN, RING * sum(self._slots))
         start = -(-words_bytes(len(slots)) // 4096) * 4096
         on_host = device.type != "cuda"
+        if on_host and platform.machine() != "x86_64":
+            do = "use the wire shm, or keep the trainer's weights on a GPU"
+            what, where = "a ring in host memory relies on the order of stores", f"wire ring, trainer rank {rank}"
+            raise WireError(what, where=where, got=platform.machine(), wanted="x86_64", do=do)
         self._file = create(rank, start + (self.nbytes if on_host else 0))
         self.words = Words(self._file, len(slots))
         self._address, handle = 0, b""

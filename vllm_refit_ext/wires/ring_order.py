@@ -5,14 +5,13 @@ itself, or the relay that the source sends it to. A ring has RING buffers for an
 the ring's owner gives itself and what it passes on, one after another. So a ring needs two buckets for an engine rank however
 many sources there are, and an engine rank has two words in it: how many messages are ready, how many are done with.
 
-No two ranks wait for each other. Each trainer rank works through its messages, own and relayed, in one order for all:
-(round, target, source). It may start a later message while earlier ones travel, but it never blocks for a later one: before it
-waits for a buffer it waits for all that travels, in order. Let m be the first message of that order which is not ready for its
-reader. Everything before m is ready, so both trainer ranks of m have come to it, or wait for something before it that ends by
+No two ranks wait for each other. Each trainer rank works through its messages, own and relayed, in one order for all: (round,
+target, source). It may start a later message while earlier ones are under way, but it never blocks for a later one: before it
+waits for a buffer it waits for all that is under way, in order. Let m be the first message of that order which is not ready for
+its reader. Everything before m is ready, so both trainer ranks of m have come to it, or wait for something before it that ends by
 itself: a send that was received, a receive whose bytes are there. The buffer that m goes into held messages of the same reader
 from RING of its rounds ago. These and all of that reader's messages before m are ready, so it reads on until it asks for m, and
-by then it has given up every earlier round. So m becomes ready, whatever the other readers do.
-"""
+by then it has given up every earlier round. So m becomes ready, whatever the other readers do."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ import msgspec
 import numpy as np
 
 from vllm_refit_ext.core.box import Int
-from vllm_refit_ext.core.relays import Lanes
+from vllm_refit_ext.core.relays import Relays
 from vllm_refit_ext.wires.collective_rounds import ALIGN, Message, Rounds
 
 RING = 2
 """Buffers for each engine rank: one is filled while the other is read."""
 
 
-class Seat(msgspec.Struct, frozen=True):
+class Place(msgspec.Struct, frozen=True):
     """Where a message lies: in buffer `half` of trainer rank `owner` for the engine rank, `at` bytes from its start.
 
     count: its number among that engine rank's messages in this ring. after: how many of those must be done with before it may be
@@ -47,7 +46,7 @@ class Task(msgspec.Struct, frozen=True):
     """What a trainer rank does with a message to engine rank `target`.
 
     It packs one of its own into its ring (peer -1), packs and sends one of its own (count -1), or receives one from `peer` into
-    its ring. tag: tells the messages between two trainer ranks apart. count, after, half, at: as in `Seat`.
+    its ring. tag: tells the messages between two trainer ranks apart. count, after, half, at: as in `Place`.
     """
 
     target: int
@@ -65,12 +64,12 @@ class Task(msgspec.Struct, frozen=True):
         return self.peer < 0 or self.count < 0
 
 
-def seats(messages: Sequence[Sequence[Message]], relay: Mapping[int, int]) -> tuple[list[list[Seat]], dict[int, int]]:
-    """Seats of one engine rank's messages, by round as in `Rounds`, and the bytes of a buffer in each ring that holds any.
+def places(messages: Sequence[Sequence[Message]], relay: Mapping[int, int]) -> tuple[list[list[Place]], dict[int, int]]:
+    """Places of one engine rank's messages, by round as in `Rounds`, and the bytes of a buffer in each ring that holds any.
 
     relay: source -> the rank that passes its messages on; a source that is not in it shows them itself.
     """
-    found: list[list[Seat]] = []
+    found: list[list[Place]] = []
     ends: dict[int, list[int]] = {}
     slots: dict[int, int] = {}
     for here in messages:
@@ -83,7 +82,7 @@ def seats(messages: Sequence[Sequence[Message]], relay: Mapping[int, int]) -> tu
             count = begun.get(owner, done[-1])
             number = len(done) - 1  # rounds of this ring before this one
             at = room.get(owner, 0)
-            row.append(Seat(owner, count, done[max(0, number - RING + 1)], number % RING, at))
+            row.append(Place(owner, count, done[max(0, number - RING + 1)], number % RING, at))
             begun[owner] = count + 1
             slots[owner] = max(slots.get(owner, 0), at + message.nbytes)
             room[owner] = -(-(at + message.nbytes) // ALIGN) * ALIGN
@@ -93,36 +92,36 @@ def seats(messages: Sequence[Sequence[Message]], relay: Mapping[int, int]) -> tu
     return found, slots
 
 
-def schedule(travels: Sequence[Rounds], lanes: Lanes, ranks: int) -> tuple[list[list[Task]], list[list[int]]]:
+def schedule(cuts: Sequence[Rounds], relays: Relays, ranks: int) -> tuple[list[list[Task]], list[list[int]]]:
     """For each trainer rank its tasks in the one order of all messages, and the bytes of a ring buffer for each engine rank.
 
-    travels: the rounds of each engine rank.
+    cuts: the rounds of each engine rank.
     """
     tasks: list[list[Task]] = [[] for _ in range(ranks)]
-    slots = [[0] * len(travels) for _ in range(ranks)]
-    places = []
-    relays: list[dict[int, int]] = [{} for _ in travels]
-    for (source, target), relay in lanes.items():
-        relays[target][source] = relay
-    for target, r in enumerate(travels):
-        found, sizes = seats(r.messages, relays[target])
-        places.append(found)
+    slots = [[0] * len(cuts) for _ in range(ranks)]
+    by_target = []
+    own: list[dict[int, int]] = [{} for _ in cuts]
+    for (source, target), relay in relays.items():
+        own[target][source] = relay
+    for target, r in enumerate(cuts):
+        found, sizes = places(r.messages, own[target])
+        by_target.append(found)
         for owner, nbytes in sizes.items():
             slots[owner][target] = nbytes
     tags: dict[tuple[int, int], int] = {}
-    for number in range(max((len(r.messages) for r in travels), default=0)):
-        for target, r in enumerate(travels):
+    for number in range(max((len(r.messages) for r in cuts), default=0)):
+        for target, r in enumerate(cuts):
             if number >= len(r.messages):
                 continue
-            for message, seat in zip(r.messages[number], places[target][number], strict=True):
-                placed = {"count": seat.count, "after": seat.after, "half": seat.half, "at": seat.at}
-                if seat.owner == message.source:
-                    tasks[seat.owner].append(Task(target, message.nbytes, **placed))
+            for message, place in zip(r.messages[number], by_target[target][number], strict=True):
+                placed = {"count": place.count, "after": place.after, "half": place.half, "at": place.at}
+                if place.owner == message.source:
+                    tasks[place.owner].append(Task(target, message.nbytes, **placed))
                     continue
-                pair = (message.source, seat.owner)
+                pair = (message.source, place.owner)
                 tag = tags[pair] = tags.get(pair, -1) + 1
-                tasks[message.source].append(Task(target, message.nbytes, peer=seat.owner, tag=tag))
-                tasks[seat.owner].append(Task(target, message.nbytes, peer=message.source, tag=tag, **placed))
+                tasks[message.source].append(Task(target, message.nbytes, peer=place.owner, tag=tag))
+                tasks[place.owner].append(Task(target, message.nbytes, peer=message.source, tag=tag, **placed))
     return tasks, slots
 
 

@@ -22,7 +22,7 @@ from vllm_refit_ext.wires.boxes import addresses_of
 from vllm_refit_ext.wires.collective_group import Backend
 from vllm_refit_ext.wires.ring_buffers import DONE, READY, REFUSED, RingMapping, RingOwner, Words
 from vllm_refit_ext.wires.ring_order import RING, Task, tasks_of
-from vllm_refit_ext.wires.ring_relay import Flight, Meeting
+from vllm_refit_ext.wires.ring_relay import Communicator, Pending
 
 WHERE = "wire ring"
 
@@ -31,7 +31,7 @@ class Share(msgspec.Struct):
     """What a trainer rank must know: its tasks as `ring_order.table_of` makes them, and its pieces, one column each, sorted by
     (round, target, place in the message).
 
-    trainers, engines: ranks of both sides. sites: whether the trainer ranks live on several. lanes: of the whole plan, as in the
+    trainers, engines: ranks of both sides. sites: whether the trainer ranks live on several. relays: of the whole plan, as in the
     message. slots: bytes of a ring buffer for each engine rank. target, number: engine rank and round. buffer,
     at, offset: buffer of this rank, bytes from the message's start, bytes into the buffer. extent [n, D] elements, strides [n, D]
     bytes.
@@ -41,19 +41,19 @@ class Share(msgspec.Struct):
     engines: int
     bucket_bytes: int
     sites: bool
-    lanes: Column | None
+    relays: Column | None
     slots: list[int]
     tasks: Column
     columns: list[Column]
 
     def rest(self) -> bytes:
         """What the message says beside the rings, for `seal_of`."""
-        return rest_of(self.bucket_bytes, self.engines, self.lanes)
+        return rest_of(self.bucket_bytes, self.engines, self.relays)
 
 
-def rest_of(bucket_bytes: int, engines: int, lanes: Column | None) -> bytes:
+def rest_of(bucket_bytes: int, engines: int, relays: Column | None) -> bytes:
     """Fields of `RingInfo` that every ring's seal covers."""
-    return msgspec.msgpack.encode((bucket_bytes, engines, lanes))
+    return msgspec.msgpack.encode((bucket_bytes, engines, relays))
 
 
 class RingSender(Sender):
@@ -74,7 +74,7 @@ class RingSender(Sender):
         self.staging_bytes = self._ring.nbytes + sum(t.nbytes for t in self._outbox)
         peers = {task.peer for task in self._tasks if task.peer >= 0}
         self._backend: Backend = "nccl" if self._device.type == "cuda" else "gloo"
-        self._meeting = Meeting(rank, share.trainers, self._backend, peers) if share.sites else None
+        self._communicator = Communicator(rank, share.trainers, self._backend, peers) if share.sites else None
         self._tables: dict[int, Table] = {}
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -96,9 +96,9 @@ class RingSender(Sender):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         info = self._ring.begin()
-        host, port = self._meeting.address if self._meeting is not None else ("", 0)
-        share, lanes = self._share, self._share.lanes if self.rank == 0 else None
-        return msgspec.msgpack.encode(Part(info, share.bucket_bytes, share.engines, self._backend, lanes, host, port))
+        host, port = self._communicator.address if self._communicator is not None else ("", 0)
+        share, relays = self._share, self._share.relays if self.rank == 0 else None
+        return msgspec.msgpack.encode(Part(info, share.bucket_bytes, share.engines, self._backend, relays, host, port))
 
     def transfer(self, session: str, info: RingInfo, deadline: float) -> dict[int, int]:
         """Pack, send and pass on every message when its buffer is free. deadline: time.monotonic seconds.
@@ -109,13 +109,13 @@ class RingSender(Sender):
         """
         epoch = self._ring.info.epoch
         self._session = session
-        if self._meeting is not None:
-            return self._travel(self._meeting, session, info, epoch, deadline)
+        if self._communicator is not None:
+            return self._transfer_between_hosts(self._communicator, session, info, epoch, deadline)
         lead, lost = None, None
         try:
             if self.rank != 0:
-                told = next(r for r in info.rings if r.rank == 0)
-                lead = RingMapping(told, None, self._share.rest()), told.epoch
+                first = next(r for r in info.rings if r.rank == 0)
+                lead = RingMapping(first, None, self._share.rest()), first.epoch
             with self._lock:
                 self._refuse_now(session)
             side = _Side(self._ring.words, epoch, lead)
@@ -134,59 +134,61 @@ class RingSender(Sender):
             raise lost
         return sent
 
-    def _travel(self, meeting: Meeting, session: str, info: RingInfo, epoch: int, deadline: float) -> dict[int, int]:
+    def _transfer_between_hosts(
+        self, communicator: Communicator, session: str, info: RingInfo, epoch: int, deadline: float
+    ) -> dict[int, int]:
         """`transfer` where the trainer spans sites: whoever gives up stops all, since messages of all engine ranks pass through
         the same trainer ranks."""
         try:
-            group = meeting.start(session, info, deadline)
-            flight, side = None, _Side(self._ring.words, epoch, meeting=meeting)
+            group = communicator.start(session, info, deadline)
+            pending, side = None, _Side(self._ring.words, epoch, communicator=communicator)
             if group is not None:
-                flight = Flight(group, lambda task: side.ready(task), lambda: meeting.stopped, deadline)
-            return self._work(side, deadline, flight)
+                pending = Pending(group, lambda task: side.ready(task), lambda: communicator.stopped, deadline)
+            return self._work(side, deadline, pending)
         except BaseException as error:
             self._ring.words.stop(epoch)
-            told = meeting.fail(error)
-            if told is error:
+            cause = communicator.fail(error)
+            if cause is error:
                 raise
-            raise told from error
+            raise cause from error
         finally:
             self._session = ""
 
-    def _work(self, side: _Side, deadline: float, flight: Flight | None = None) -> dict[int, int]:
+    def _work(self, side: _Side, deadline: float, pending: Pending | None = None) -> dict[int, int]:
         sent: dict[int, int] = {}
         shown: dict[int, int] = {}
         number = sends = 0
         for task in self._tasks:
-            if flight is not None:
-                flight.look()
+            if pending is not None:
+                pending.poll()
             own, number = number, number + task.own
             if task.count >= 0:
-                if flight is not None and not side.done(task.target, task.after):
-                    flight.land()
+                if pending is not None and not side.done(task.target, task.after):
+                    pending.drain()
                 if not side.wait(task.target, task.after, deadline, self._where(task.target)):
                     continue
                 shown[task.target] = task.count + 1
                 into = self._ring.slot(task.target, task.half)[task.at : task.at + task.nbytes]
                 if not task.own:
-                    assert flight is not None
-                    flight.receive(task, into)
+                    assert pending is not None
+                    pending.receive(task, into)
                     continue
             else:
-                assert flight is not None
-                flight.room_to_send()
+                assert pending is not None
+                pending.room_to_send()
                 into = self._outbox[sends % RING][: task.nbytes]
                 sends += 1
             self._pack(own, into)
             sent[task.target] = sent.get(task.target, 0) + task.nbytes
             if task.count < 0:
-                assert flight is not None
-                flight.send(task, into)
-            elif flight is not None:
-                flight.packed(task)
+                assert pending is not None
+                pending.send(task, into)
+            elif pending is not None:
+                pending.packed(task)
             else:
                 side.ready(task)
-        if flight is not None:
-            flight.land()
+        if pending is not None:
+            pending.drain()
         for target, count in shown.items():
             side.wait(target, count, deadline, self._where(target))
         return sent
@@ -204,8 +206,8 @@ class RingSender(Sender):
 
     def refuse(self, session: str, error: RefitError, deadline: float, ranks: Sequence[int] = ()) -> None:
         """On rank 0: the call of the engine with these `ranks` failed; nobody waits for them in `session`. None: for nobody."""
-        if self._meeting is not None:  # first, so that the other sites hear of this cause and not of what follows from it
-            self._meeting.refuse(session, error, deadline)
+        if self._communicator is not None:  # first, so that the other sites hear of this cause and not of what follows from it
+            self._communicator.refuse(session, error, deadline)
         with self._lock:
             self._refused.setdefault(session, []).append((tuple(ranks), error))
             if session == self._session:
@@ -256,18 +258,18 @@ class RingSender(Sender):
         self._ring.close()
         self._tables, self._tensors, self._outbox, self._addresses = {}, [], [], []
         self._bound.clear()
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._communicator is not None:
+            self._communicator.close()
 
 
 class _Side:
-    """What a trainer rank sees in one refit: the words of its own ring, and either those of rank 0's or the meeting. lost: engine
-    ranks that gave up or were refused."""
+    """What a trainer rank sees in one refit: the words of its own ring, and either those of rank 0's or the communicator. lost:
+    engine ranks that gave up or were refused."""
 
     def __init__(
-        self, words: Words, epoch: int, lead: tuple[RingMapping, int] | None = None, meeting: Meeting | None = None
+        self, words: Words, epoch: int, lead: tuple[RingMapping, int] | None = None, communicator: Communicator | None = None
     ) -> None:
-        self._words, self._epoch, self._lead, self._meeting = words, epoch, lead, meeting
+        self._words, self._epoch, self._lead, self._communicator = words, epoch, lead, communicator
         self.lost: set[int] = set()
 
     def ready(self, task: Task) -> None:
@@ -284,11 +286,11 @@ class _Side:
             try:
                 self._words.wait(target, DONE, least, self._epoch, deadline, where, lambda: self._stops(target))
             except WireError:
-                if self._meeting is not None or not self._given_up(target):
+                if self._communicator is not None or not self._given_up(target):
                     raise
             else:
                 return True
-        if self._meeting is not None:
+        if self._communicator is not None:
             raise WireError("it gave up this refit", where=where, do="see its error; refit once more")
         self.lost.add(target)
         self._words.write(target, REFUSED, self._epoch)
@@ -299,19 +301,19 @@ class _Side:
         return self._words.given_up(target, self._epoch) or words.given_up(target, epoch)
 
     def _stops(self, target: int) -> bool:
-        if self._meeting is not None:
-            return self._meeting.stopped
+        if self._communicator is not None:
+            return self._communicator.stopped
         return self._given_up(target) or (self._lead is not None and self._lead[0].words.stopped(self._lead[1]))
 
 
 class Part(msgspec.Struct):
-    """What a trainer rank tells rank 0; lanes, host and port only from rank 0 itself."""
+    """What a trainer rank sends to rank 0; relays, host and port only from rank 0 itself."""
 
     ring: RingRank
     bucket_bytes: int
     engines: int
     backend: Backend
-    lanes: Column | None
+    relays: Column | None
     host: str
     port: int
 

@@ -1,13 +1,13 @@
-"""Meeting in a store: all ranks of a refit, trainers and engines, go on together or stop together with the same problems.
+"""Rendezvous in a store: all ranks of a refit, trainers and engines, go on together or stop together with the same problems.
 
-Trainer rank 0 hosts the store on a port that it holds from the start. In a meeting every rank writes its word; the last to come
-sets the verdict "go", a rank whose deadline passes sets "stop" with the names of the missing, and whoever knows a reason to stop
-sets "stop" with it. Setting is atomic and the first decides for all, so no rank goes on alone. Nothing here is a collective:
-a rank that never comes leaves nothing behind that the next meeting could trip over.
-"""
+Trainer rank 0 hosts the store on a port that it holds from the start. In a rendezvous every rank writes its word; the last to
+come sets the verdict "go", a rank whose deadline passes sets "stop" with the names of the missing, and whoever knows a reason to
+stop sets "stop" with it. Setting is atomic and the first decides for all, so no rank goes on alone. Nothing here is a collective:
+a rank that never comes leaves nothing behind that the next rendezvous could mistake for its own."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -30,10 +30,15 @@ PART_BYTES = 4 << 20
 """torch's store refuses values of more than 8 MiB."""
 SLACK_S = 2.0
 """Seconds beyond a deadline in which a rank may still learn the verdict, so that all tell the same story."""
+GOING = "going"
+"""The rendezvous that nobody joins: it can only be stopped, by a rank that gives up a refit which is under way."""
+STEPS = ("ready", "joined", GOING)
+"""The rendezvous of a refit, as keys behind its session's name."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """How a meeting ended. words: what the ranks said, in rank order, when all may go on; else the problems and their class."""
+    """How a rendezvous ended. words: what the ranks said, in rank order, when all may go on; else the problems and their
+    class."""
 
     words: list[bytes] = []
     problems: list[Problem] = []
@@ -101,10 +106,10 @@ class Store:
             raise WireError("the trainer's store lacks what its message names", where=self._where, got=f"no {key}", do=do)
         return found
 
-    def meet(self, key: str, rank: int, names: Sequence[str], word: bytes, deadline: float) -> list[bytes]:
-        """Meet the other ranks under `key`, new for every meeting. names: of all ranks, for errors. Returns all words by rank.
+    def rendezvous(self, key: str, rank: int, names: Sequence[str], word: bytes, deadline: float) -> list[bytes]:
+        """Rendezvous of all ranks under `key`, new every time. names: of all ranks, for errors. Returns all words by rank.
 
-        Raises on every rank the same error: what a rank stopped the meeting with, or DeadlineError naming who did not come.
+        Raises on every rank the same error: what a rank stopped it with, or DeadlineError naming who did not come.
         """
         size = len(names)
         mine = [f"{key}/word/{r}" for r in range(size)]
@@ -116,10 +121,10 @@ class Store:
             elif not _wait(store, f"{key}/verdict", deadline):
                 missing = [names[r] for r in range(size) if not store.check([mine[r]])]
                 do = "see whether that process is dead, stopped or slow; the next refit starts afresh"
-                told = [
+                late = [
                     Problem("it did not come to the refit", ", ".join(missing), "nothing", "its word before the deadline", do)
                 ]
-                _decide(store, key, Verdict(problems=told, kind="DeadlineError"))
+                _decide(store, key, Verdict(problems=late, kind="DeadlineError"))
             return msgspec.msgpack.decode(store.get(f"{key}/verdict"), type=Verdict)
 
         verdict = self.call(take_part, deadline + SLACK_S)
@@ -128,20 +133,49 @@ class Store:
         return verdict.words
 
     def stop(self, key: str, error: RefitError, deadline: float) -> RefitError:
-        """End the meeting `key` with `error` for everyone, unless it is decided. Returns the error that all ranks raise."""
+        """End rendezvous `key` with `error` for everyone, unless it is decided. Returns the error that all ranks raise."""
         mine = Verdict(problems=error.problems, kind=type(error).__name__)
         verdict = self.call(lambda store: _decide(store, key, mine), deadline)
         return _error(verdict) if verdict.problems else error
 
     def stopped(self, key: str, deadline: float) -> RefitError | None:
-        """What the meeting `key` was ended with, or None. Never waits for the other ranks."""
+        """What rendezvous `key` was ended with, or None. Never waits for the other ranks."""
         raw = self.call(lambda store: store.get(f"{key}/verdict") if store.check([f"{key}/verdict"]) else b"", deadline)
         return _error(msgspec.msgpack.decode(raw, type=Verdict)) if raw else None
 
     def forget(self, key: str, size: int, deadline: float) -> None:
-        """Remove what the meeting `key` of `size` ranks left."""
+        """Remove what rendezvous `key` of `size` ranks left."""
         keys = [f"{key}/count", f"{key}/verdict", *(f"{key}/word/{r}" for r in range(size))]
         self.call(lambda store: [store.delete_key(k) for k in keys], deadline)
+
+
+class StoreServer:
+    """Trainer rank 0's part: it serves the store, passes on refusals, and removes the keys of old refits."""
+
+    def __init__(self, served: tuple[str, int, Any], wire: str = "collective") -> None:
+        """served: what `open_store` returned, address, port and torch's store. wire: named in errors."""
+        self.served, self._wire = served, wire
+        self._met: list[str] = []
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the store."""
+        return self.served[:2]
+
+    def refuse(self, session: str, error: RefitError, deadline: float) -> None:
+        """End each rendezvous of `session` with `error`, where it is not over. Never raises."""
+        with contextlib.suppress(RefitError):
+            store = Store(*self.address, deadline, self._wire)
+            for step in STEPS:
+                store.stop(f"{session}/{step}", error, deadline)
+
+    def forget(self, store: Store, session: str, size: int, deadline: float) -> None:
+        """Begin `session` of `size` ranks: remove the keys of the refit before last, which nobody can still be reading."""
+        self._met.append(session)
+        if len(self._met) > 2:
+            old = self._met.pop(0)
+            for step in STEPS:
+                store.forget(f"{old}/{step}", 0 if step == GOING else size, deadline)
 
 
 def run_until(deadline: float, what: str, where: str, work: Callable[[], T]) -> T:

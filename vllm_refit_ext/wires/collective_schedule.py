@@ -1,10 +1,11 @@
-"""Travel: what one engine rank receives round by round, where it lies in staging, and what it hands on. Pure tables.
+"""Schedule: what one engine rank receives round by round, where it lies in staging, and what it hands on. Pure tables.
 
-An engine rank that shares nothing takes its rounds as `collective_rounds` cuts them, all from trainer ranks. On a site where
-engine ranks need the same boxes (`collective_forward`), a box has one *landing* rank, which gets it from a trainer rank and hands
-it to the others. Then a round has two phases: first what trainer ranks send, then what the engine ranks of the site hand on of
-it. Boxes that one landing rank hands to the same ranks lie end to end in its staging, in one *run*, so that handing on needs
-neither a copy nor memory. All elements of a run have the same width, so there is no padding inside that would have to travel.
+An engine rank that has no box in common with others takes its rounds as `collective_rounds` cuts them, all from trainer ranks. On
+a site where engine ranks need the same boxes (`collective_forward`), a box has one *landing* rank, which gets it from a trainer
+rank and hands it to the others. Then a round has two phases: first what trainer ranks send, then what the engine ranks of the
+site hand on of it. Boxes that one landing rank hands to the same ranks lie end to end in its staging, in one *run*, so that
+handing on needs neither a copy nor memory. All elements of a run have the same width, so there is no padding inside that would
+have to be sent.
 
 No two ranks can wait for each other. Every message has a place in one order of all messages of a refit: round (as the site
 counts it), phase, receiving rank, sending rank, run. Each rank starts its messages in this order; it starts what it hands on when
@@ -38,8 +39,8 @@ class Span(msgspec.Struct, frozen=True):
     tag: int = 0
 
 
-class Travel(msgspec.Struct):
-    """The moves into one engine rank in pieces, in the order of their travel.
+class Schedule(msgspec.Struct):
+    """The moves into one engine rank in pieces, in the order of their transfer.
 
     plan: the pieces. number: int64 [n], the round of each. offset: int64 [n], bytes into the staging of its round. source: int64
     [n], the group rank that sends it. run: int64 [n]. numbers: of each round, as the site counts them. sizes: bytes of staging of
@@ -83,11 +84,11 @@ class Rows(msgspec.Struct):
     gives: Mapping[tuple[int, int], list[int]]
 
 
-def travel_alone(rounds: Rounds, trainers: int) -> Travel:
-    """The travel of a rank that gets everything from trainer ranks, of which there are `trainers`."""
+def schedule_alone(rounds: Rounds, trainers: int) -> Schedule:
+    """The schedule of a rank that gets everything from trainer ranks, of which there are `trainers`."""
     count = len(rounds.messages)
     landing = [[Span(m.source, m.at, m.nbytes) for m in found] for found in rounds.messages]
-    return Travel(
+    return Schedule(
         rounds.plan,
         rounds.number,
         rounds.staged(),
@@ -103,8 +104,9 @@ def travel_alone(rounds: Rounds, trainers: int) -> Travel:
     )
 
 
-def travel_shared(rows: Rows, rank: int, trainers: int) -> Travel:
-    """The travel of engine rank `rank`, that shares. trainers: number of trainer ranks, which come first in the group."""
+def schedule_shared(rows: Rows, rank: int, trainers: int) -> Schedule:
+    """The schedule of engine rank `rank`, which gets boxes from other engine ranks of its host or hands some to them. trainers:
+    number of trainer ranks, which come first in the group."""
     order = np.lexsort((np.arange(len(rows.plan)), rows.origin, rows.run, rows.holder, rows.number))
     plan = rows.plan.select(order)
     number, holder, run, origin = (c[order] for c in (rows.number, rows.holder, rows.run, rows.origin))
@@ -130,7 +132,7 @@ def travel_shared(rows: Rows, rank: int, trainers: int) -> Travel:
     for spans in (*landing, *exchange):  # stable: the runs of a pair of ranks stay in their order
         spans.sort(key=lambda s: (s.peer, me) if s.gives else (me, s.peer))
     kinds = kinds_of(plan)[np.searchsorted(local, np.arange(count))] if count else kinds_of(plan)
-    return Travel(
+    return Schedule(
         plan,
         local.astype(np.int64),
         offset,
