@@ -19,9 +19,9 @@ from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
 from vllm_refit_ext.wires.collective_forward import Shared, schedules
 from vllm_refit_ext.wires.collective_move import OPERATIONS, Outgoing, Packer, Unpacker
-from vllm_refit_ext.wires.collective_rounds import ALIGN, rounds
 from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
+from vllm_refit_ext.wires.staging import ALIGN, rounds
 
 
 class Rendezvous:

@@ -24,9 +24,9 @@ from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.wires.collective_forward import schedules
 from vllm_refit_ext.wires.collective_move import Unpacker
-from vllm_refit_ext.wires.collective_rounds import ALIGN, rounds
 from vllm_refit_ext.wires.collective_schedule import schedule_alone
 from vllm_refit_ext.wires.collective_table import COLUMNS, Table, pack_table, read_table
+from vllm_refit_ext.wires.staging import ALIGN, rounds
 
 BUCKETS = (4, 40, 600, 1 << 20)
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,7 +14,7 @@ from megatron_sender.config_sender import sender_config, wire_name
 from megatron_sender.preflight_refit import STAGING_BUFFERS
 from tools.recipe_pages import ROOT
 from vllm_refit_ext.core.messages import WireName
-from vllm_refit_ext.wires.ring_buffers import RING
+from vllm_refit_ext.wires.staging import RING
 
 RECIPES = [load_recipe(file) for file in find_recipes(ROOT / "examples" / "recipes")]
 PARTS = [part for part in vars(config).values() if isinstance(part, type) and issubclass(part, config.Part)]

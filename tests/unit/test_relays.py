@@ -12,8 +12,8 @@ from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Edge, build_plan
 from vllm_refit_ext.core.relays import choose_relays
 from vllm_refit_ext.core.sites import SITE, Sites, apart, distances, not_shared
-from vllm_refit_ext.wires.collective_rounds import ALIGN, Message
-from vllm_refit_ext.wires.ring_order import RING, Task, places, table_of, tasks_of
+from vllm_refit_ext.wires.ring_order import Task, places, table_of, tasks_of
+from vllm_refit_ext.wires.staging import ALIGN, RING, Message
 
 
 @st.composite

@@ -30,8 +30,8 @@ from vllm_refit_ext.core.sites import SITE, Sites
 from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import ring, ring_send, shm
-from vllm_refit_ext.wires.collective_rounds import ALIGN
 from vllm_refit_ext.wires.ring_relay import AHEAD
+from vllm_refit_ext.wires.staging import ALIGN
 
 WAIT_S = 30.0
 BUCKETS = (24, 100, 1 << 20)

@@ -10,7 +10,7 @@ A refit goes through these steps, each with the refit's deadline:
    (`collective_forward`).
 2. If some rank has no group, or another one than the rest, all drop theirs and build a new one; a second rendezvous follows. So a
    rank that was restarted, or that failed in the last refit, is taken in again without a restart of the others.
-3. Rounds are transferred while earlier ones are written (`collective_rounds`, `collective_schedule`, `collective_move`).
+3. Rounds are transferred while earlier ones are written (`staging`, `collective_schedule`, `collective_move`).
 
 Before the rendezvous no byte is sent and no weight is written. After any failure a rank drops its group.
 """
@@ -36,10 +36,10 @@ from vllm_refit_ext.wires import BUCKET_BYTES, Reader, Sender
 from vllm_refit_ext.wires.collective_forward import schedules, sent_by
 from vllm_refit_ext.wires.collective_group import Backend, Link
 from vllm_refit_ext.wires.collective_move import Outgoing, Packer, Unpacker
-from vllm_refit_ext.wires.collective_rounds import rounds
 from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
 from vllm_refit_ext.wires.rendezvous import CONNECT_S, Store, StoreServer, open_store
+from vllm_refit_ext.wires.staging import rounds
 
 
 class _Share(msgspec.Struct):

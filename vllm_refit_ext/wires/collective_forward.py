@@ -26,8 +26,8 @@ from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.plan import Plan, overlaps
 from vllm_refit_ext.core.replicas import atoms_of
 from vllm_refit_ext.core.sites import Sites
-from vllm_refit_ext.wires.collective_rounds import ALIGN, boxes_of, cut_boxes, kinds_of, rounds
 from vllm_refit_ext.wires.collective_schedule import Rows, Schedule, schedule_alone, schedule_shared
+from vllm_refit_ext.wires.staging import ALIGN, boxes_of, cut_boxes, kinds_of, rounds
 
 KINDS = 3
 """Of `kinds_of`: scales, for the reload, in place."""

@@ -18,17 +18,12 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.box import Int
-from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import RefitError, WireError
-from vllm_refit_ext.core.placement import Buffer
-from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.wires.boxes import addresses_of, as_bytes, box_view
 from vllm_refit_ext.wires.collective_group import P2POp
-from vllm_refit_ext.wires.collective_rounds import ALIGN
 from vllm_refit_ext.wires.collective_schedule import Schedule, Span
+from vllm_refit_ext.wires.staging import RING, dtypes_of, padded, plan_over, steps_of
 
-RING = 2
-"""Staging buffers a rank: one is sent or received while the other is packed or written."""
 OPERATIONS = 16
 """Most operations in one batch. NCCL makes progress on all operations of a small group at once; on thousands it stalls."""
 
@@ -95,7 +90,7 @@ class Packer:
         self._pieces, self._first = pieces, first
         self._messages = list(_messages(pieces))
         self._batches = list(_batches(self._messages, bucket_bytes))
-        self._room = max((sum(_padded(m.nbytes) for m in batch) for batch in self._batches), default=0)
+        self._room = max((sum(padded(m.nbytes) for m in batch) for batch in self._batches), default=0)
         self._used: list[int] = np.unique(pieces.tensor).tolist()
         self._ring: list[torch.Tensor] = []
         self._copies: list[_Copies] = []
@@ -176,7 +171,7 @@ class Packer:
                 copies.out.append(box_view(as_bytes(source), source.dtype, int(p.offset[i]), extent, p.strides[i].tolist()))
                 copies.into.append(slot[at : at + size].view(source.dtype).view(extent))
                 at += size
-            start += _padded(message.nbytes)
+            start += padded(message.nbytes)
         return copies
 
 
@@ -205,10 +200,6 @@ def _batches(messages: Sequence[_Message], bucket_bytes: int) -> Iterator[list[_
         yield batch
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
-
-
 class Unpacker:
     """An engine rank's end. It is the memory of staged plans: the same moves, with staging buffers as their sources.
 
@@ -223,16 +214,15 @@ class Unpacker:
         self.received: dict[int, int] = {}
         self.forwarded: dict[int, int] = {}
         self.token = secrets.token_hex(8)
-        kept, count = schedule.kept, len(schedule.sizes)
-        room = max((_padded(n) for n in schedule.sizes[kept:]), default=0)
+        kept = schedule.kept
+        room = max((padded(n) for n in schedule.sizes[kept:]), default=0)
         self._ring = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(RING)]
-        self._kept = [torch.empty(_padded(n), dtype=torch.uint8, device=device) for n in schedule.sizes[:kept]]
-        self._dtypes = sorted({b.dtype for b in schedule.plan.sources})
-        self.whole = self._staged_plan()
-        in_place = range(kept + schedule.reloads, count)
-        # Scales stand in every step that has codes of theirs; alone where nothing but scales is written in place.
-        self.steps = [self.whole.select(self.whole.with_scales(schedule.number == r)) for r in in_place]
-        self.steps = self.steps or [self.whole.select(schedule.number < kept)]
+        self._kept = [torch.empty(padded(n), dtype=torch.uint8, device=device) for n in schedule.sizes[:kept]]
+        self._dtypes = dtypes_of(schedule.plan)
+        rank = schedule.plan.targets[0].rank if schedule.plan.targets else 0
+        buffers = [(f"round {r}", rank, padded(n)) for r, n in enumerate(schedule.sizes)]
+        self.whole = plan_over(schedule.plan, schedule.number, schedule.offset, buffers)
+        self.steps = steps_of(self.whole, schedule.number, kept, schedule.reloads)
         self._transport: Transport | None = None
         self._deadline = 0.0
         self._recvs: list[list[Waiter]] = []
@@ -333,26 +323,6 @@ class Unpacker:
             )
             started.append((bool(receives), self._transport.post(sends, receives)))
         return started
-
-    def _staged_plan(self) -> Plan:
-        """All moves as row-major boxes at their place in staging. A buffer for each round and dtype: the round's whole
-        staging.
-        """
-        plan, schedule = self.schedule.plan, self.schedule
-        rank = plan.targets[0].rank if plan.targets else 0
-        buffers = [
-            Buffer(f"round {r}", rank, d, (_padded(n) // ITEMSIZE[d],))
-            for r, n in enumerate(schedule.sizes)
-            for d in self._dtypes
-        ]
-        code = np.array([self._dtypes.index(b.dtype) for b in plan.sources], np.int64)[plan.source] if len(plan) else plan.source
-        item = np.array([ITEMSIZE[d] for d in self._dtypes], np.int64)[code] if len(plan) else plan.source
-        strides = np.ones_like(plan.extent)
-        strides[:, :-1] = np.cumprod(plan.extent[:, :0:-1], axis=1)[:, ::-1]
-        columns = {c: getattr(plan, c) for c in Plan.COLUMNS}
-        columns["source"] = schedule.number * len(self._dtypes) + code
-        columns |= {"source_offset": schedule.offset, "source_strides": strides * item[:, None]}
-        return Plan(plan.manifest, buffers, plan.targets, **columns)
 
 
 __all__ = ["OPERATIONS", "RING", "Outgoing", "Packer", "Transport", "Unpacker", "Waiter"]

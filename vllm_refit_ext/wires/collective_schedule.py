@@ -1,6 +1,6 @@
 """Schedule: what one engine rank receives round by round, where it lies in staging, and what it hands on. Pure tables.
 
-An engine rank that has no box in common with others takes its rounds as `collective_rounds` cuts them, all from trainer ranks. On
+An engine rank that has no box in common with others takes its rounds as `staging` cuts them, all from trainer ranks. On
 a site where engine ranks need the same boxes (`collective_forward`), a box has one *landing* rank, which gets it from a trainer
 rank and hands it to the others. Then a round has two phases: first what trainer ranks send, then what the engine ranks of the
 site hand on of it. Boxes that one landing rank hands to the same ranks lie end to end in its staging, in one *run*, so that
@@ -25,7 +25,7 @@ import numpy as np
 
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.wires.collective_rounds import ALIGN, Rounds, kinds_of
+from vllm_refit_ext.wires.staging import Rounds, kinds_of, padded
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -117,7 +117,7 @@ def schedule_shared(rows: Rows, rank: int, trainers: int) -> Schedule:
     exchange: list[list[Span]] = [[] for _ in range(count)]
     me = trainers + rank
     for a, b in pairwise(_borders(number, holder, run)):
-        r, start = int(local[a]), -(-sizes[int(local[a])] // ALIGN) * ALIGN
+        r, start = int(local[a]), padded(sizes[int(local[a])])
         ends = start + np.cumsum(nbytes[a:b])
         offset[a:b] = ends - nbytes[a:b]
         sizes[r] = int(ends[-1])

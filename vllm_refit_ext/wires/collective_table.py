@@ -15,8 +15,8 @@ from vllm_refit_ext.core.errors import PlanError, Problem
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires.collective_forward import Shared
-from vllm_refit_ext.wires.collective_rounds import boxes_of, kinds_of
 from vllm_refit_ext.wires.collective_schedule import Rows, Schedule, schedule_shared
+from vllm_refit_ext.wires.staging import boxes_of, kinds_of
 
 
 class Table(msgspec.Struct, forbid_unknown_fields=True):

@@ -23,16 +23,16 @@ import torch
 from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.messages import RingInfo, RingRank, UpdateInfo
-from vllm_refit_ext.core.placement import Buffer, Int
+from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.relays import choose_relays
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES, Reader
-from vllm_refit_ext.wires.collective_rounds import Rounds, rounds
-from vllm_refit_ext.wires.ring_buffers import DONE, READY, STOP, RingMapping, padded, seal_of
+from vllm_refit_ext.wires.ring_buffers import DONE, READY, STOP, RingMapping, seal_of
 from vllm_refit_ext.wires.ring_order import Place, places, schedule, table_of
 from vllm_refit_ext.wires.ring_send import WHERE, Part, RingSender, Share, rest_of
+from vllm_refit_ext.wires.staging import Rounds, dtypes_of, padded, plan_over, rounds, steps_of
 
 
 class RingRounds:
@@ -47,20 +47,21 @@ class RingRounds:
         self.key, self.relay = (bucket_bytes, device, relay), relay
         self.rounds: Rounds = rounds(plan, bucket_bytes)
         self.rank = plan.targets[0].rank if plan.targets else 0
-        self._dtypes = sorted({b.dtype for b in plan.sources})
+        self._dtypes = dtypes_of(plan)
         self.messages = [(number, m.source, m.nbytes) for number, found in enumerate(self.rounds.messages) for m in found]
-        self._index = {(number, source): i for i, (number, source, _) in enumerate(self.messages)}
+        index = {(number, source): i for i, (number, source, _) in enumerate(self.messages)}
         found, self.slots = places(self.rounds.messages, self.relay)
         self.places: list[Place] = [place for row in found for place in row]
-        self.whole = self._plan()
+        keys = zip(self.rounds.number.tolist(), self.rounds.plan.source_rank.tolist(), strict=True)
+        message = np.fromiter((index[key] for key in keys), np.int64, len(self.rounds.plan))
+        buffers = [(f"round {r} of trainer rank {s}", s, n) for r, s, n in self.messages]
+        self.whole = plan_over(self.rounds.plan, message, self.rounds.at, buffers)
         self._kept = {
             i: torch.empty(n, dtype=torch.uint8, device=device)
             for i, (r, _, n) in enumerate(self.messages)
             if r < self.rounds.kept
         }
-        in_place = range(self.rounds.kept + self.rounds.reloads, len(self.rounds.messages))
-        self.steps = [self.whole.select(self.whole.with_scales(self.rounds.number == r)) for r in in_place]
-        self.steps = self.steps or [self.whole.select(self.rounds.number < self.rounds.kept)]
+        self.steps = steps_of(self.whole, self.rounds.number, self.rounds.kept, self.rounds.reloads)
 
     @property
     def staging_bytes(self) -> int:
@@ -74,25 +75,6 @@ class RingRounds:
     def message_of(self, buffer: int) -> int:
         """The message that a source buffer of the plans is."""
         return buffer // len(self._dtypes)
-
-    def _plan(self) -> Plan:
-        plan, dtypes = self.rounds.plan, self._dtypes
-        buffers = [
-            Buffer(f"round {r} of trainer rank {s}", s, d, (-(-n // ITEMSIZE[d]),)) for r, s, n in self.messages for d in dtypes
-        ]
-        code = np.array([dtypes.index(b.dtype) for b in plan.sources], np.int64)[plan.source] if len(plan) else plan.source
-        item = np.array([ITEMSIZE[d] for d in dtypes], np.int64)[code] if len(plan) else plan.source
-        keys = zip(self.rounds.number.tolist(), plan.source_rank.tolist(), strict=True)
-        message = np.fromiter((self._index[key] for key in keys), np.int64, len(plan))
-        strides = np.ones_like(plan.extent)
-        strides[:, :-1] = np.cumprod(plan.extent[:, :0:-1], axis=1)[:, ::-1]
-        columns = {c: getattr(plan, c) for c in Plan.COLUMNS}
-        columns |= {
-            "source": message * len(dtypes) + code,
-            "source_offset": self.rounds.at,
-            "source_strides": strides * item[:, None],
-        }
-        return Plan(plan.manifest, buffers, plan.targets, **columns)
 
 
 class RingReader(Reader):
@@ -143,7 +125,7 @@ class RingReader(Reader):
         where = f"{WHERE}, engine rank {rank} from trainer rank {source}{over}"
         ring.words.wait(rank, READY, place.count + 1, self._epochs[place.owner], self._deadline, where, lambda: False)
         # Seen as several dtypes, so it ends where all of them do; buffers are that long.
-        (size,) = padded([nbytes])
+        size = padded(nbytes)
         memory = ring.slot(rank, place.half)[place.at : place.at + size]
         self.received[source] = self.received.get(source, 0) + nbytes
         self._here[self._next] = memory
@@ -360,7 +342,7 @@ def _check_rings(laid: RingRounds, rings: Mapping[int, RingRank]) -> None:
     for owner, nbytes in sorted(laid.slots.items()):
         slots = rings[owner].slots
         got = slots[laid.rank] if laid.rank < len(slots) else 0
-        (wanted,) = padded([nbytes])
+        wanted = padded(nbytes)
         if got != wanted:
             where = f"{WHERE}, ring of trainer rank {owner}, engine rank {laid.rank}"
             raise ConfigError(

@@ -20,7 +20,7 @@ import hashlib
 import platform
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -30,14 +30,13 @@ from vllm_refit_ext.core.errors import DeadlineError, WireError
 from vllm_refit_ext.core.messages import RingRank
 from vllm_refit_ext.core.sites import this_site
 from vllm_refit_ext.wires import cuda_ipc
-from vllm_refit_ext.wires.ring_order import RING
 from vllm_refit_ext.wires.shared_file import SharedFile, create, open_file
+from vllm_refit_ext.wires.staging import ALIGN, RING, padded
 
 HEADER = struct.Struct("<8sIi16s")  # magic, protocol, rank, seal
 MAGIC, PROTOCOL = b"REFITRNG", 2
 WORDS = 256
 """Byte offset of the words; the header stands before them."""
-ALIGN = 256
 READY, DONE, STOP, REFUSED = range(4)
 """An engine rank's words. Messages: ready to read, done with. STOP: it gave up. REFUSED: the ring's owner has given it up. Its
 owner writes the first and the last, the engine rank the others."""
@@ -113,11 +112,6 @@ class Words:
         self._owner, self._engines = self._owner.copy(), self._engines.copy()
 
 
-def padded(slots: Iterable[int]) -> list[int]:
-    """Sizes of buffers, each at a multiple of ALIGN bytes."""
-    return [-(-n // ALIGN) * ALIGN for n in slots]
-
-
 def words_bytes(engines: int) -> int:
     """Bytes of the header and the words."""
     return WORDS + (_FIRST + SETS * 4 * engines) * 8
@@ -134,7 +128,7 @@ class RingOwner:
     def __init__(self, rank: int, slots: list[int], device: torch.device, rest: bytes = b"") -> None:
         """Allocate and export. rest: see `seal_of`. Raises WireError when there is no room, or no order of stores to rely on."""
         self._device = device
-        self._slots = padded(slots)
+        self._slots = [padded(n) for n in slots]
         self.nbytes = max(ALIGN, RING * sum(self._slots))
         start = -(-words_bytes(len(slots)) // 4096) * 4096
         on_host = device.type != "cuda"

@@ -22,10 +22,7 @@ import numpy as np
 
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.relays import Relays
-from vllm_refit_ext.wires.collective_rounds import ALIGN, Message, Rounds
-
-RING = 2
-"""Buffers for each engine rank: one is filled while the other is read."""
+from vllm_refit_ext.wires.staging import RING, Message, Rounds, padded
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -85,7 +82,7 @@ def places(messages: Sequence[Sequence[Message]], relay: Mapping[int, int]) -> t
             row.append(Place(owner, count, done[max(0, number - RING + 1)], number % RING, at))
             begun[owner] = count + 1
             slots[owner] = max(slots.get(owner, 0), at + message.nbytes)
-            room[owner] = -(-(at + message.nbytes) // ALIGN) * ALIGN
+            room[owner] = padded(at + message.nbytes)
         for owner, count in begun.items():
             ends[owner].append(count)
         found.append(row)

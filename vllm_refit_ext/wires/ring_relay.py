@@ -19,7 +19,8 @@ from vllm_refit_ext.core.errors import RefitError, WireError
 from vllm_refit_ext.core.messages import RingInfo
 from vllm_refit_ext.wires.collective_group import POLL_S, Backend, Group, Link, P2POp, Work
 from vllm_refit_ext.wires.rendezvous import CONNECT_S, GOING, StoreServer, open_store
-from vllm_refit_ext.wires.ring_order import RING, Task
+from vllm_refit_ext.wires.ring_order import Task
+from vllm_refit_ext.wires.staging import RING
 
 WIRE = "ring"
 LOOK_S = 0.25

@@ -21,8 +21,9 @@ from vllm_refit_ext.wires import Sender
 from vllm_refit_ext.wires.boxes import addresses_of
 from vllm_refit_ext.wires.collective_group import Backend
 from vllm_refit_ext.wires.ring_buffers import DONE, READY, REFUSED, RingMapping, RingOwner, Words
-from vllm_refit_ext.wires.ring_order import RING, Task, tasks_of
+from vllm_refit_ext.wires.ring_order import Task, tasks_of
 from vllm_refit_ext.wires.ring_relay import Communicator, Pending
+from vllm_refit_ext.wires.staging import RING
 
 WHERE = "wire ring"
 

@@ -1,4 +1,5 @@
-"""Rounds: in which pieces and in which order the moves into one engine rank are transferred. Pure tables, equal on both sides.
+"""Staging: in which pieces and in which order the moves into one engine rank are transferred, and the same moves with staging
+buffers as their sources. Pure tables, equal on both sides.
 
 An engine rank receives its moves in rounds of at most `bucket_bytes`; in a round each source sends one message, its pieces of
 that round end to end. First come scales of tensors that are sent as MXFP8, which are kept until their codes are there; then moves
@@ -11,7 +12,7 @@ however many messages a group holds and however few groups are under way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -19,14 +20,22 @@ import numpy as np
 
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
 
 ALIGN = 256
 """Messages start at multiples of this many bytes in staging. In a message wider items come first, so all are aligned."""
+RING = 2
+"""Staging buffers: one is filled or under way while the other is read or sent."""
 BLOCK = 32
 """Where a cut has the choice it falls on a multiple of this many elements, so that no block of MXFP8 is cut."""
 RELOAD = "checkpoint"
 """How the layouts of targets begin that wait for the engine's own reload, which must come before writes in place."""
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes`, or the next multiple of ALIGN."""
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -106,9 +115,36 @@ def _messages(plan: Plan, number: Int, count: int) -> tuple[Int, list[list[Messa
         sizes = nbytes[rows]
         at[rows] = np.cumsum(sizes) - sizes
         here = messages[int(number[rows[0]])]
-        start = -(-(here[-1].at + here[-1].nbytes) // ALIGN) * ALIGN if here else 0
+        start = padded(here[-1].at + here[-1].nbytes) if here else 0
         here.append(Message(int(source[rows[0]]), start, int(sizes.sum())))
     return at, messages
+
+
+def plan_over(plan: Plan, buffer: Int, offset: Int, buffers: Sequence[tuple[str, int, int]]) -> Plan:
+    """`plan` with row-major boxes in staging as its sources. buffer, offset: int64 [n], the staging buffer of each move and bytes
+    into it. buffers: name, rank and bytes of each. In the plan made here it is a source buffer for each of `dtypes_of(plan)`.
+    """
+    dtypes = dtypes_of(plan)
+    sources = [Buffer(name, rank, d, (-(-nbytes // ITEMSIZE[d]),)) for name, rank, nbytes in buffers for d in dtypes]
+    code = np.array([dtypes.index(b.dtype) for b in plan.sources], np.int64)[plan.source] if len(plan) else plan.source
+    item = np.array([ITEMSIZE[d] for d in dtypes], np.int64)[code] if len(plan) else plan.source
+    strides = np.ones_like(plan.extent)
+    strides[:, :-1] = np.cumprod(plan.extent[:, :0:-1], axis=1)[:, ::-1]
+    columns = {c: getattr(plan, c) for c in Plan.COLUMNS}
+    columns |= {"source": buffer * len(dtypes) + code, "source_offset": offset, "source_strides": strides * item[:, None]}
+    return Plan(plan.manifest, sources, plan.targets, **columns)
+
+
+def dtypes_of(plan: Plan) -> list[str]:
+    """The dtypes as which a staging buffer is seen."""
+    return sorted({b.dtype for b in plan.sources})
+
+
+def steps_of(whole: Plan, number: Int, kept: int, reloads: int) -> list[Plan]:
+    """The moves in place, a plan for each round, with the scales that its codes need; where nothing but scales is written in
+    place, these. number: int64 [n], the round of each move. kept, reloads: as in `Rounds`."""
+    steps = [whole.select(whole.with_scales(number == r)) for r in range(kept + reloads, int(number.max(initial=-1)) + 1)]
+    return steps or [whole.select(number < kept)]
 
 
 def cut_moves(plan: Plan, limit: int) -> Plan:

@@ -16,8 +16,8 @@ from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires.collective_move import Unpacker
-from vllm_refit_ext.wires.collective_rounds import ALIGN, cut_moves, rounds
 from vllm_refit_ext.wires.collective_schedule import schedule_alone
+from vllm_refit_ext.wires.staging import ALIGN, cut_moves, rounds
 
 BUCKETS = (4, 12, 40, 1 << 20)
 
