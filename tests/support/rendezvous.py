@@ -14,13 +14,12 @@ from vllm_refit_ext.core.errors import WireError
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites
-from vllm_refit_ext.core.table import unpack
 from vllm_refit_ext.receiver.writers import InPlaceWriter
-from vllm_refit_ext.wires import collective
-from vllm_refit_ext.wires.collective_forward import Shared, schedules
-from vllm_refit_ext.wires.collective_move import OPERATIONS, Outgoing, Packer, Unpacker
+from vllm_refit_ext.wires.collective_forward import Shared, schedules, sent_by
+from vllm_refit_ext.wires.collective_move import OPERATIONS, Packer, Unpacker
 from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
+from vllm_refit_ext.wires.outgoing import Outgoing, outgoing
 from vllm_refit_ext.wires.staging import ALIGN, rounds
 
 
@@ -138,8 +137,8 @@ def _run_travel(
     failures: list[BaseException] = []
     first = np.searchsorted([b.rank for b in plan.sources], np.arange(trainers + 1))
     found, tables = schedules(plan, sites, bucket)
-    parts = [collective._pieces(found, plan, rank) for rank in range(trainers)]
-    packers = [Packer(Outgoing(*(unpack(c) for c in p)), trainers, bucket) for p in parts]
+    parts = [outgoing(sent_by(found, rank), plan, rank) for rank in range(trainers)]
+    packers = [Packer(Outgoing.read(p), trainers, bucket) for p in parts]
     readers = [Unpacker(own_schedule(plan, t, sites, bucket, tables), torch.device("cpu")) for t in range(engines)]
     peers = [*(p.peers for p in packers), *(r.schedule.peers for r in readers)]
     assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"

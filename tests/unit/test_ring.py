@@ -230,7 +230,7 @@ def test_host_memory_of_a_machine_with_another_order_of_stores_is_refused(monkey
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     plan, tensors, _ = crossed(1, 1)
     (share,) = ring.shares(plan, Sites("a", "a"), 512)
-    with pytest.raises(WireError, match=r"order of stores.*aarch64.*use the wire shm"):
+    with pytest.raises(WireError, match=r"order of stores.*aarch64.*se the wire shm"):
         ring.open_sender(0, share, tensors)
 
 

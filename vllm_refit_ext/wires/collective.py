@@ -26,18 +26,18 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, WireError
 from vllm_refit_ext.core.messages import CollectiveInfo, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites
-from vllm_refit_ext.core.table import Column, pack, unpack
+from vllm_refit_ext.core.table import Column
 from vllm_refit_ext.wires import BUCKET_BYTES, Reader, Sender
 from vllm_refit_ext.wires.collective_forward import schedules, sent_by
 from vllm_refit_ext.wires.collective_group import Backend, Link
-from vllm_refit_ext.wires.collective_move import Outgoing, Packer, Unpacker
+from vllm_refit_ext.wires.collective_move import Packer, Unpacker
 from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
+from vllm_refit_ext.wires.outgoing import Outgoing, outgoing
 from vllm_refit_ext.wires.rendezvous import CONNECT_S, Store, StoreServer, open_store
 from vllm_refit_ext.wires.staging import rounds
 
@@ -84,7 +84,7 @@ class CollectiveSender(Sender):
     def __init__(self, rank: int, share: _Share, backend: Backend) -> None:
         self._share, self._backend = share, backend
         self._link = Link(rank, rank_names(share.trainers, share.engines), backend)
-        self._packer = Packer(Outgoing(*(unpack(c) for c in share.pieces)), share.trainers, share.bucket_bytes)
+        self._packer = Packer(Outgoing.read(share.pieces), share.trainers, share.bucket_bytes)
         self._link.peers = self._packer.peers
         # Rank 0 alone serves the store, and keeps its port from now on.
         self._server = StoreServer(open_store()) if rank == 0 else None
@@ -212,30 +212,12 @@ def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[b
     forwarding = hashlib.sha256(b"".join(tables.values())).hexdigest()[:16] if tables else ""
     return [
         msgspec.msgpack.encode(
-            _Share(ranks, engines, bucket_bytes, _pieces(found, plan, rank), forwarding, tables if rank == 0 else {})
+            _Share(
+                ranks, engines, bucket_bytes, outgoing(sent_by(found, rank), plan, rank), forwarding, tables if rank == 0 else {}
+            )
         )
         for rank in range(ranks)
     ]
-
-
-def _pieces(found: Sequence[Schedule], plan: Plan, rank: int) -> list[Column]:
-    """The columns of `Outgoing` for one trainer rank."""
-    first = int(np.searchsorted([b.rank for b in plan.sources], rank))
-    depth = plan.extent.shape[1]
-    parts: list[tuple[Int, ...]] = [(*(np.zeros(0, np.int64),) * 6, *(np.zeros((0, depth), np.int64),) * 2)]
-    for target, schedule, rows in sent_by(found, rank):
-        p = schedule.plan
-        where = (
-            np.full(len(rows), target, np.int64),
-            np.array(schedule.numbers, np.int64)[schedule.number[rows]],
-            schedule.run[rows],
-        )
-        parts.append(
-            (*where, p.nbytes[rows], p.source[rows] - first, p.source_offset[rows], p.extent[rows], p.source_strides[rows])
-        )
-    columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
-    order = np.lexsort((columns[0], columns[1]))  # stable: the pieces of a message, and a target's runs, stay in their order
-    return [pack(c[order]) for c in columns]
 
 
 def _message_key(message: CollectiveInfo) -> str:

@@ -27,6 +27,7 @@ from vllm_refit_ext.core.plan import Plan, overlaps
 from vllm_refit_ext.core.replicas import atoms_of
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires.collective_schedule import Rows, Schedule, schedule_alone, schedule_shared
+from vllm_refit_ext.wires.outgoing import Cut
 from vllm_refit_ext.wires.staging import ALIGN, boxes_of, cut_boxes, kinds_of, rounds
 
 KINDS = 3
@@ -301,8 +302,9 @@ def _rows_of(
     return Shared(rows, own[move], start)
 
 
-def sent_by(found: Sequence[Schedule], rank: int) -> Iterator[tuple[int, Schedule, Int]]:
-    """For each engine rank what trainer rank `rank` sends it: engine rank, its schedule, the pieces in the order of sending."""
-    for target, t in enumerate(found):
-        rows = np.flatnonzero(t.source == rank)
-        yield target, t, rows[np.lexsort((t.offset[rows], t.run[rows], t.number[rows]))]
+def sent_by(found: Sequence[Schedule], rank: int) -> Iterator[Cut]:
+    """For each engine rank what trainer rank `rank` sends it, with rounds as the target's site counts them."""
+    for s in found:
+        rows = np.flatnonzero(s.source == rank)
+        number = np.array(s.numbers, np.int64)[s.number]
+        yield s.plan, number, s.run, rows[np.lexsort((s.offset[rows], s.run[rows], s.number[rows]))]

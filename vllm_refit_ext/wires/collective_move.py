@@ -8,20 +8,18 @@ on to others of its site leaves from the staging in which it landed.
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Protocol
 
 import msgspec
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.errors import RefitError, WireError
 from vllm_refit_ext.wires.boxes import addresses_of, as_bytes, box_view
 from vllm_refit_ext.wires.collective_group import P2POp
 from vllm_refit_ext.wires.collective_schedule import Schedule, Span
+from vllm_refit_ext.wires.outgoing import Outgoing, Sent
 from vllm_refit_ext.wires.staging import RING, dtypes_of, padded, plan_over, steps_of
 
 OPERATIONS = 16
@@ -46,34 +44,6 @@ class Transport(Protocol):
     def post(self, sends: Sequence[P2POp], receives: Sequence[P2POp]) -> Waiter: ...
 
 
-class Outgoing(msgspec.Struct):
-    """The pieces that one trainer rank sends, sorted by (round, target, run, place in the message). All int64.
-
-    target: engine rank. number: round, as the target's site counts them. run: see `Schedule`. nbytes: of each piece. tensor:
-    index into the rank's live tensors. offset: bytes into it. extent [n, D] elements. strides [n, D] bytes.
-    """
-
-    target: Int
-    number: Int
-    run: Int
-    nbytes: Int
-    tensor: Int
-    offset: Int
-    extent: Int
-    strides: Int
-
-
-class _Message(msgspec.Struct, frozen=True):
-    """Pieces first..last, one after another, to engine rank `target` in round `number`. tag: as in `Span`."""
-
-    target: int
-    number: int
-    tag: int
-    first: int
-    last: int
-    nbytes: int
-
-
 class _Copies(msgspec.Struct):
     """A batch: copy each of `out` to its place in `into`, then start `ops`."""
 
@@ -88,7 +58,7 @@ class Packer:
     def __init__(self, pieces: Outgoing, first: int, bucket_bytes: int) -> None:
         """first: group rank of engine rank 0. bucket_bytes: most payload of a batch."""
         self._pieces, self._first = pieces, first
-        self._messages = list(_messages(pieces))
+        self._messages = list(pieces.messages())
         self._batches = list(_batches(self._messages, bucket_bytes))
         self._room = max((sum(padded(m.nbytes) for m in batch) for batch in self._batches), default=0)
         self._used: list[int] = np.unique(pieces.tensor).tolist()
@@ -160,7 +130,7 @@ class Packer:
                     raise
                 self.lost.setdefault(peer, error)
 
-    def _copies_of(self, batch: Sequence[_Message], slot: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Copies:
+    def _copies_of(self, batch: Sequence[Sent], slot: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Copies:
         """What fills a staging buffer, as pairs of views, and the sends that leave it."""
         p, copies, start = self._pieces, _Copies([], [], []), 0
         for message in batch:
@@ -175,20 +145,9 @@ class Packer:
         return copies
 
 
-def _messages(pieces: Outgoing) -> Iterator[_Message]:
-    new = np.ones(len(pieces.target), bool)
-    new[1:] = (np.diff(pieces.number) != 0) | (np.diff(pieces.target) != 0) | (np.diff(pieces.run) != 0)
-    starts = [*np.flatnonzero(new).tolist(), len(new)]
-    count: Counter[int] = Counter()
-    for a, b in pairwise(starts):
-        target = int(pieces.target[a])
-        yield _Message(target, int(pieces.number[a]), count[target], a, b, int(pieces.nbytes[a:b].sum()))
-        count[target] += 1
-
-
-def _batches(messages: Sequence[_Message], bucket_bytes: int) -> Iterator[list[_Message]]:
+def _batches(messages: Sequence[Sent], bucket_bytes: int) -> Iterator[list[Sent]]:
     """Consecutive messages, as many as fit a bucket and the bound on operations; at least one."""
-    batch: list[_Message] = []
+    batch: list[Sent] = []
     size = 0
     for message in messages:
         if batch and (size + message.nbytes > bucket_bytes or len(batch) == OPERATIONS):
@@ -323,6 +282,3 @@ class Unpacker:
             )
             started.append((bool(receives), self._transport.post(sends, receives)))
         return started
-
-
-__all__ = ["OPERATIONS", "RING", "Outgoing", "Packer", "Transport", "Unpacker", "Waiter"]

@@ -13,22 +13,21 @@ group and no copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.messages import RingInfo, RingRank, UpdateInfo
-from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.relays import choose_relays
 from vllm_refit_ext.core.sites import Sites
-from vllm_refit_ext.core.table import Column, pack, unpack
+from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES, Reader
+from vllm_refit_ext.wires.outgoing import Cut, outgoing
 from vllm_refit_ext.wires.ring_buffers import DONE, READY, STOP, RingMapping, seal_of
 from vllm_refit_ext.wires.ring_order import Place, places, schedule, table_of
 from vllm_refit_ext.wires.ring_send import WHERE, Part, RingSender, Share, rest_of
@@ -209,39 +208,18 @@ def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[b
                 table,
                 slots[rank],
                 pack(table_of(tasks[rank])),
-                _pieces(cuts, plan, rank),
+                outgoing(_sent_by(cuts, rank), plan, rank),
             )
         )
         for rank in range(len(sites.trainers))
     ]
 
 
-def _pieces(cuts: Sequence[Rounds], plan: Plan, rank: int) -> list[Column]:
-    """The columns of `Share` for one trainer rank."""
-    first = int(np.searchsorted([b.rank for b in plan.sources], rank))
-    depth = plan.extent.shape[1]
-    item = np.array([ITEMSIZE[b.dtype] for b in plan.sources], np.int64)
-    none = np.zeros(0, np.int64)
-    parts: list[tuple[Int, ...]] = [(none, none, none, none, np.zeros((0, 2), np.int64), *(np.zeros((0, depth), np.int64),) * 2)]
-    for target, r in enumerate(cuts):
+def _sent_by(cuts: Sequence[Rounds], rank: int) -> Iterator[Cut]:
+    """For each engine rank what trainer rank `rank` holds of its rounds. A round has one message of it."""
+    for r in cuts:
         rows = np.flatnonzero(r.plan.source_rank == rank)
-        rows = rows[np.lexsort((r.at[rows], r.number[rows]))]
-        p = r.plan
-        place = np.stack([p.source_offset[rows], item[p.source[rows]]], axis=1)
-        parts.append(
-            (
-                np.full(len(rows), target),
-                r.number[rows],
-                p.source[rows] - first,
-                r.at[rows],
-                place,
-                p.extent[rows],
-                p.source_strides[rows],
-            )
-        )
-    columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
-    order = np.lexsort((columns[0], columns[1]))
-    return [pack(c[order].astype(np.int64)) for c in columns]
+        yield r.plan, r.number, np.zeros_like(r.number), rows[np.lexsort((r.at[rows], r.number[rows]))]
 
 
 def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> RingSender:

@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -20,6 +19,7 @@ from vllm_refit_ext.kernels.table import Table
 from vllm_refit_ext.wires import Sender
 from vllm_refit_ext.wires.boxes import addresses_of
 from vllm_refit_ext.wires.collective_group import Backend
+from vllm_refit_ext.wires.outgoing import Outgoing
 from vllm_refit_ext.wires.ring_buffers import DONE, READY, REFUSED, RingMapping, RingOwner, Words
 from vllm_refit_ext.wires.ring_order import Task, tasks_of
 from vllm_refit_ext.wires.ring_relay import Communicator, Pending
@@ -29,13 +29,10 @@ WHERE = "wire ring"
 
 
 class Share(msgspec.Struct):
-    """What a trainer rank must know: its tasks as `ring_order.table_of` makes them, and its pieces, one column each, sorted by
-    (round, target, place in the message).
+    """What a trainer rank must know: its tasks as `ring_order.table_of` makes them, and the columns of its `Outgoing`.
 
     trainers, engines: ranks of both sides. sites: whether the trainer ranks live on several. relays: of the whole plan, as in the
-    message. slots: bytes of a ring buffer for each engine rank. target, number: engine rank and round. buffer,
-    at, offset: buffer of this rank, bytes from the message's start, bytes into the buffer. extent [n, D] elements, strides [n, D]
-    bytes.
+    message. slots: bytes of a ring buffer for each engine rank.
     """
 
     trainers: int
@@ -45,7 +42,7 @@ class Share(msgspec.Struct):
     relays: Column | None
     slots: list[int]
     tasks: Column
-    columns: list[Column]
+    pieces: list[Column]
 
     def rest(self) -> bytes:
         """What the message says beside the rings, for `seal_of`."""
@@ -64,10 +61,10 @@ class RingSender(Sender):
 
     def __init__(self, rank: int, share: Share, tensors: Sequence[torch.Tensor]) -> None:
         self.rank, self._share = rank, share
-        self._columns = [unpack(c) for c in share.columns]
+        self._pieces = Outgoing.read(share.pieces)
+        self._messages = list(self._pieces.messages())
         self._tasks = tasks_of(unpack(share.tasks))
-        self._rows = list(self._rows_of())
-        self._used: list[int] = np.unique(self._columns[2]).tolist()
+        self._used: list[int] = np.unique(self._pieces.tensor).tolist()
         self._device = tensors[self._used[0] if self._used else 0].device if len(tensors) else torch.device("cpu")
         self._ring = RingOwner(rank, share.slots, self._device, share.rest())
         room = max((t.nbytes for t in self._tasks if t.count < 0), default=0)
@@ -221,38 +218,29 @@ class RingSender(Sender):
             for rank in ranks or range(self._share.engines):
                 self._ring.words.write(rank, REFUSED, self._ring.info.epoch)
 
-    def _rows_of(self) -> Iterator[range]:
-        """The pieces of each of this rank's own messages, in the order of its tasks."""
-        target, number = self._columns[0], self._columns[1]
-        new = np.ones(len(target), bool)
-        new[1:] = (np.diff(number) != 0) | (np.diff(target) != 0)
-        for a, b in pairwise([*np.flatnonzero(new).tolist(), len(target)]):
-            yield range(a, b)
-
     def _pack(self, number: int, into: torch.Tensor) -> None:
         """Gather this rank's own message `number` in `into`, the same memory in every refit."""
-        _, _, buffer, at, place, extent, strides = self._columns
-        rows = self._rows[number]
-        if number not in self._tables:
-            moves = []
-            for slot, i in enumerate(rows, start=1):
-                dtype, shape = _name(self._tensors[int(buffer[i])].dtype), tuple(extent[i].tolist())
-                source = Strided(At(slot, int(place[i, 0])), dtype, shape, tuple(strides[i].tolist()))
-                moves.append(CopyMove(source, contiguous(At(0, int(at[i])), dtype, shape), f"piece {i}"))
-            # Parameters may lie at any multiple of their element's size.
-            alignment = {
-                slot: self._tensors[int(buffer[i])].element_size()
-                for slot, i in enumerate(rows, start=1)
-                if self._tensors[int(buffer[i])].data_ptr() % 16
-            }
-            self._tables[number] = Table(moves, self._device, alignment=alignment)
-        table = self._tables[number]
         if number not in self._bound:
-            table.bind([into, *(self._tensors[int(buffer[i])].detach() for i in rows)])
-            self._bound.add(number)
-        table.launch()
+            self._bind(number, into)
+        self._tables[number].launch()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+    def _bind(self, number: int, into: torch.Tensor) -> None:
+        p, message = self._pieces, self._messages[number]
+        sources = [self._tensors[i].detach() for i in p.tensor[message.first : message.last].tolist()]
+        if number not in self._tables:
+            moves, at = [], 0
+            for slot, i in enumerate(range(message.first, message.last), start=1):
+                dtype, shape = _name(sources[slot - 1].dtype), tuple(p.extent[i].tolist())
+                source = Strided(At(slot, int(p.offset[i])), dtype, shape, tuple(p.strides[i].tolist()))
+                moves.append(CopyMove(source, contiguous(At(0, at), dtype, shape), f"piece {i}"))
+                at += int(p.nbytes[i])
+            # Parameters may lie at any multiple of their element's size.
+            alignment = {slot: t.element_size() for slot, t in enumerate(sources, start=1) if t.data_ptr() % 16}
+            self._tables[number] = Table(moves, self._device, alignment=alignment)
+        self._tables[number].bind([into, *sources])
+        self._bound.add(number)
 
     def close(self) -> None:
         """Free the ring and leave the group. Safe to call twice."""

@@ -1,0 +1,74 @@
+"""What a trainer rank sends: its pieces of every engine rank's rounds, message by message. Pure tables, made by rank 0."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from vllm_refit_ext.core.box import Int
+from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.core.table import Column, pack, unpack
+
+Cut = tuple[Plan, Int, Int, Int]
+"""Of one engine rank: its pieces; round and run of each, int64 [n]; those that a trainer rank sends, in order, int64 [m]."""
+
+
+class Outgoing(msgspec.Struct):
+    """The pieces that one trainer rank sends, sorted by (round, target, run, place in the message). All int64.
+
+    target: engine rank. number: round, as the target counts them. run: tells apart the messages of a round to one target. nbytes:
+    of each piece. tensor: index into the rank's live tensors. offset: bytes into it. extent [n, D] elements. strides [n, D]
+    bytes.
+    """
+
+    target: Int
+    number: Int
+    run: Int
+    nbytes: Int
+    tensor: Int
+    offset: Int
+    extent: Int
+    strides: Int
+
+    @classmethod
+    def read(cls, columns: Sequence[Column]) -> Outgoing:
+        """What `outgoing` made."""
+        return cls(*map(unpack, columns))
+
+    def messages(self) -> Iterator[Sent]:
+        """The messages that the pieces make, in the order of sending."""
+        new = np.ones(len(self.target), bool)
+        new[1:] = (np.diff(self.number) != 0) | (np.diff(self.target) != 0) | (np.diff(self.run) != 0)
+        count: Counter[int] = Counter()
+        for a, b in pairwise([*np.flatnonzero(new).tolist(), len(new)]):
+            target = int(self.target[a])
+            yield Sent(target, count[target], a, b, int(self.nbytes[a:b].sum()))
+            count[target] += 1
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """A message: pieces first..last, end to end, to engine rank `target`. tag: how many messages to it come before."""
+
+    target: int
+    tag: int
+    first: int
+    last: int
+    nbytes: int
+
+
+def outgoing(cuts: Iterable[Cut], plan: Plan, rank: int) -> list[Column]:
+    """The columns of `Outgoing` for trainer rank `rank`. cuts: of each engine rank. plan: that of all ranks."""
+    first = int(np.searchsorted([b.rank for b in plan.sources], rank))
+    depth = plan.extent.shape[1]
+    parts: list[tuple[Int, ...]] = [(*(np.zeros(0, np.int64),) * 6, *(np.zeros((0, depth), np.int64),) * 2)]
+    for target, (p, number, run, rows) in enumerate(cuts):
+        where = np.full(len(rows), target, np.int64), number[rows], run[rows]
+        box = p.source_offset[rows], p.extent[rows], p.source_strides[rows]
+        parts.append((*where, p.nbytes[rows], p.source[rows] - first, *box))
+    columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
+    order = np.lexsort((columns[0], columns[1]))  # stable: the pieces of a message, and a target's runs, stay in their order
+    return [pack(c[order]) for c in columns]
