@@ -13,7 +13,7 @@ from vllm_refit_ext.kernels.digest import digest_torch
 
 MODULUS = 1 << 64
 Content = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
-"""What a move's box holds: elements, or (codes, scales) uint8 of one that is held as MXFP8, or nothing to compare."""
+"""What a move's box holds: elements, or (codes, scales) uint8 of one that is MXFP8 there, or nothing to compare."""
 
 
 class Memory(abc.ABC):
@@ -122,7 +122,7 @@ def sum_by_tensor(plan: Plan, moves: Iterable[int], content: Callable[[int], Con
     """Digests by tensor name over `moves`; `content(move)` gives each box, see `Content`."""
     total: dict[str, int] = {}
     for move in moves:
-        name, held = plan.names[int(plan.tensor[move])], content(move)
-        if held is not None:
-            total[name] = (total.get(name, 0) + move_digest(plan, move, held)) % MODULUS
+        name, box = plan.names[int(plan.tensor[move])], content(move)
+        if box is not None:
+            total[name] = (total.get(name, 0) + move_digest(plan, move, box)) % MODULUS
     return total

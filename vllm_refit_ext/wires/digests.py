@@ -77,9 +77,9 @@ class Digests:
         """By engine rank and tensor: `total` by pair, with the content of `rest` added."""
         seen = self._seen.copy()
         for move in self.rest:
-            held = content(move)
-            if held is not None:
-                total[self._out[move]] += move_digest(self.plan, move, held)
+            box = content(move)
+            if box is not None:
+                total[self._out[move]] += move_digest(self.plan, move, box)
                 seen[self._out[move]] = True
         sums: Sums = {}
         for pair, value, known in zip(self._pairs.tolist(), total, seen.tolist(), strict=True):

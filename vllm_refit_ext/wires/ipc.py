@@ -236,13 +236,13 @@ class IpcReader(Reader):
                 problems += [msgspec.structs.replace(p, where=f"trainer rank {rank} · {p.where}") for p in error.problems]
         if problems:
             for rank in self._used_ranks:  # what was kept stays, but for mappings of memory that may be freed
-                held, sent = self._maps_of.get(rank), self._ranks.get(rank)
-                if held is not None and (held is not maps.ranks.get(rank) or sent is None or not sent.resident):
-                    held.close()
+                known, sent = self._maps_of.get(rank), self._ranks.get(rank)
+                if known is not None and (known is not maps.ranks.get(rank) or sent is None or not sent.resident):
+                    known.close()
             raise WireError.of(problems, f"wire ipc: {len(problems)} problem(s), nothing was written")
-        for rank, held in maps.ranks.items():
-            if held is not self._maps_of[rank]:
-                held.close()
+        for rank, known in maps.ranks.items():
+            if known is not self._maps_of[rank]:
+                known.close()
         maps.ranks = self._maps_of
         self.token = self._address.tobytes()
 
@@ -250,8 +250,8 @@ class IpcReader(Reader):
         sent = self._ranks.get(rank)
         if sent is None or not sent.epoch:
             raise WireError("it said nothing of its memory", where=WHERE, do="call begin on every trainer rank")
-        held = self._maps_of.get(rank)
-        if held is None or held.epoch != sent.epoch:
+        known = self._maps_of.get(rank)
+        if known is None or known.epoch != sent.epoch:
             if sent.export is None:
                 raise WireError(
                     "its handles are not known here",
@@ -259,7 +259,7 @@ class IpcReader(Reader):
                     got=f"epoch {sent.epoch}",
                     do="refit again; handles are sent after a failure",
                 )
-            held = self._maps_of[rank] = RankMaps(sent.epoch, sent.process, _export(sent.export), self._device)
+            known = self._maps_of[rank] = RankMaps(sent.epoch, sent.process, _export(sent.export), self._device)
         if sent.device not in _visible():
             do = "let trainer and engine see the same GPUs (CUDA_VISIBLE_DEVICES), or use the wire shm"
             if apart(sent.site, this_site()):
@@ -270,12 +270,12 @@ class IpcReader(Reader):
         if sent.process == cuda_ipc.process() and sent.device != cuda_ipc.device_uuid(self._device.index):
             do = "give the engine a process of its own"
             raise WireError("trainer and engine are one process on two GPUs", where=WHERE, got=sent.device, do=do)
-        self._address[used] = held.places(local, nbytes)
+        self._address[used] = known.places(local, nbytes)
         self._check_nonce(rank)
 
     def _check_nonce(self, rank: int) -> None:
-        held, sent = self._maps_of[rank], self._ranks[rank]
-        got = cuda_ipc.read_word(held.base(held.flag[0]) + held.flag[1])
+        known, sent = self._maps_of[rank], self._ranks[rank]
+        got = cuda_ipc.read_word(known.base(known.flag[0]) + known.flag[1])
         if got != sent.nonce:
             do = "refit once more; hold the weights still until the refit returns"
             raise WireError(
