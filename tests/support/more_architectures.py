@@ -46,7 +46,11 @@ MIMO = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
-MINIMAX = {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}
+MINIMAX = {
+    "rotary_dim": 32,
+    "scoring_func": "sqrtsoftplus",
+    "use_routing_bias": True,
+}  # of those with a bias the one that a CPU runs
 
 MORE: dict[str, tuple[str, Callable[[], Any]]] = {
     "mistral": ("MistralForCausalLM", lambda: transformers.MistralConfig(**DENSE, head_dim=32)),
@@ -105,12 +109,7 @@ MORE: dict[str, tuple[str, Callable[[], Any]]] = {
         "MiniMaxM2ForCausalLM",
         lambda: transformers.MiniMaxM2Config(**DENSE, **MINIMAX, head_dim=32, num_local_experts=4, num_experts_per_tok=2),
     ),
-    "mimo-v2": (
-        "MiMoV2FlashForCausalLM",
-        lambda: transformers.MiMoV2FlashConfig(
-            **DENSE, **MIMO, num_experts_per_tok=2, moe_intermediate_size=64, n_routed_experts=4
-        ),
-    ),
+    "mimo-v2": ("MiMoV2FlashForCausalLM", lambda: transformers.MiMoV2FlashConfig(**DENSE, **MIMO)),
     "falcon-h1": (
         "FalconH1ForCausalLM",
         lambda: transformers.FalconH1Config(**DENSE, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16, mamba_d_ssm=256),

@@ -84,11 +84,6 @@ class KernelWriter:
         """Kernels that one write starts."""
         return len(self._table.kernels) if self._table is not None else 0
 
-    @property
-    def extra_bytes(self) -> int:
-        """Bytes of tables on the device, once they are built."""
-        return self._table.nbytes if self._table is not None else 0
-
     def write(self, reader: Memory) -> None:
         """Execute all moves and wait for them. Raises LayoutError that names tensors with NaN or Inf where they were
         quantised."""

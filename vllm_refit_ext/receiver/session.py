@@ -292,7 +292,7 @@ class Receiver:
         if sleeping := asleep(prepared.targets):
             do = 'call wake_up(tags=["weights"]) first, then refit, then wake the rest'
             raise SessionError("the engine's weights are asleep", where="update_weights", got=sleeping, do=do)
-        if (free := free_bytes(self.view.device)) < prepared.certain_bytes:
+        if prepared.certain_bytes and (free := free_bytes(self.view.device)) < prepared.certain_bytes:
             do = "free memory on the engine's device, or leave more of it free (gpu_memory_utilization)"
             raise SessionError(
                 "the refit needs more memory beside the weights than is free",
