@@ -145,8 +145,8 @@ CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
             shared_expert_intermediate_size=64,
             linear_num_value_heads=4,
             linear_num_key_heads=2,
-            linear_key_head_dim=32,
-            linear_value_head_dim=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
         ),
     ),
     "falcon": (
