@@ -156,7 +156,9 @@ def run_rank(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
         folder, learning_rate=settings.learning_rate, seed=settings.seed, dtype=settings.dtype, device=settings.device
     )
     engine = Engine(folder, settings) if rank == 0 else None
-    config = SenderConfig(wire="ipc" if settings.device == "cuda" else "shm", prequantize=settings.prequantize)
+    config = SenderConfig(
+        wire="ipc" if settings.device == "cuda" else "shm", prequantize=settings.prequantize, hash_reloaded=True
+    )
     residency = Residency(trainer.chunks, trainer.optimizer) if settings.residency else None
     try:
         sender = MegatronSender(trainer.chunks, trainer.bridge, LLMClient(engine.llm) if engine else None, config)

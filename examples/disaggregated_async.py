@@ -137,7 +137,7 @@ def run_rank(folder: Path, url: str, values: dict[str, Any]) -> list[dict[str, A
         trainer.chunks,
         trainer.bridge,
         sampler.client if sampler else None,
-        SenderConfig(wire="collective", caches="reset_running"),
+        SenderConfig(wire="collective", caches="reset_running", hash_reloaded=True),
     )
     sender.prepare()
     sender.refit("step-0")

@@ -62,7 +62,7 @@ def run_rank(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     engine = Engine(folder, settings) if dist.get_rank() == 0 else None
     try:
         client = LLMClient(engine.llm) if engine else None
-        sender = RefitSender(DTensorSource(trainer.model), client, SenderConfig(wire="shm"))
+        sender = RefitSender(DTensorSource(trainer.model), client, SenderConfig(wire="shm", hash_reloaded=True))
         return train(trainer, sender, engine, folder, settings)
     finally:
         if engine:

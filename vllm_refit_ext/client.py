@@ -308,6 +308,8 @@ def start(work: Callable[[], T], where: str) -> concurrent.futures.Future[T]:
 def bounded(work: Callable[[], T], timeout_s: float, where: str) -> T:
     """What `work` returns or raises, in a thread of its own: DeadlineError once `timeout_s` seconds have passed, and then the
     thread is left behind."""
+    if not 0 < timeout_s < threading.TIMEOUT_MAX:
+        raise ConfigError("not a deadline", where=where, got=timeout_s, wanted="seconds, more than 0 and finite")
     outcome = start(work, where)
     if not concurrent.futures.wait([outcome], timeout_s).done:
         raise DeadlineError("the engine did not answer", where=where, wanted=f"within {timeout_s:g} s", do=LATE_DO)

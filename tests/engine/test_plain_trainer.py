@@ -22,7 +22,7 @@ def test_a_plain_torch_trainer_refits_a_real_engine(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with open_llm(folder, extension=EXTENSION) as llm:
         before = answers(llm)
-        sender = RefitSender(PlainSource(model), LLMClient(llm), SenderConfig(deadline_s=120.0))
+        sender = RefitSender(PlainSource(model), LLMClient(llm), SenderConfig(deadline_s=120.0, hash_reloaded=True))
         sender.prepare()
         tokens = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(3))
         model(input_ids=tokens, labels=tokens).loss.backward()

@@ -25,7 +25,7 @@ def test_both_replicas_are_seen_and_refitted(tmp_path):
         client = HTTPClient(server.url)
         assert [s.rank for s in client.status()] == [0, 0]
         model = AutoModelForCausalLM.from_pretrained(new, dtype=torch.float32)
-        sender = RefitSender(PlainSource(model), client, SenderConfig(deadline_s=120.0))
+        sender = RefitSender(PlainSource(model), client, SenderConfig(deadline_s=120.0, hash_reloaded=True))
         sender.prepare()
         report = sender.refit("new")
         assert [r.version for r in report.engines[0]] == ["new", "new"]

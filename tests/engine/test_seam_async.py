@@ -53,6 +53,9 @@ async def _story(folder: str, files: list[str]) -> None:
             await update(fail="early")
         assert await tokens() == new
 
+        await _keep(engine, update, files)
+        await update(file=files[1])
+
         started = [asyncio.Event(), asyncio.Event()]
         running = [asyncio.create_task(tokens(200, event)) for event in started]
         for event in started:
@@ -73,3 +76,38 @@ async def _story(folder: str, files: list[str]) -> None:
         await engine.check_health()
     finally:
         engine.shutdown()
+
+
+async def _keep(engine: Any, update: Any, files: list[str]) -> None:
+    """Policy `keep`: what runs goes on, and what starts after the commit reads nothing of the older weights, ever."""
+    from vllm import SamplingParams
+
+    prompt = [3 + i % 90 for i in range(140)]
+
+    async def answer(tokens: list[int], count: int, name: str, started: asyncio.Event | None = None) -> tuple[list[int], int]:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        found: tuple[list[int], int] = ([], 0)
+        async for output in engine.generate({"prompt_token_ids": tokens}, params, name):
+            found = list(output.outputs[0].token_ids), output.num_cached_tokens
+            if started is not None:
+                started.set()
+        return found
+
+    assert (await answer(prompt, 4, "before"))[1] == 0
+    assert (await answer(prompt, 4, "hit"))[1] > 0, "this engine caches prefixes"
+    started = asyncio.Event()
+    running = asyncio.create_task(answer([5, *prompt[1:]], 110, "running", started))
+    short = asyncio.create_task(answer([6, 7, 8], 200, "short"))  # has no full block before the commit
+    await asyncio.wait_for(started.wait(), 60)
+    await update(file=files[0], caches="keep")
+    assert not running.done()
+    texts = {"same": prompt, "of the running one": [5, *prompt[1:]]}
+    found = {name: await answer(text, 4, f"after {name}") for name, text in texts.items()}
+    texts["continued"] = [5, *prompt[1:], *(await running)[0]][:248]
+    texts["short"] = [6, 7, 8, *(await short)[0]][:200]
+    for name in ("continued", "short"):
+        found[name] = await answer(texts[name], 4, f"after {name}")
+    assert [found[name][1] for name in ("same", "of the running one", "short")] == [0, 0, 0]
+    await update(file=files[0])
+    for name, text in texts.items():
+        assert (await answer(text, 4, f"fresh {name}"))[0] == found[name][0], name

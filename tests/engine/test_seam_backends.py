@@ -175,7 +175,9 @@ def test_another_backend_keeps_its_calls(folders: tuple[Path, Path], wanted: lis
         with open_llm(folders[0], in_process=True, weight_transfer_config={"backend": "other"}) as llm:
             worker = llm.llm_engine.model_executor.driver_worker.worker
             other = worker.weight_transfer_engine
-            seam.install(worker, FakeHandler(WorkerView.of_worker(worker)))
+            handler = FakeHandler(WorkerView.of_worker(worker))
+            handler.prepare({"a": [[1], "float32"]})
+            seam.install(worker, handler)
             llm.collective_rpc("init_weight_transfer_engine", args=({"rank_offset": 1},))
             llm.collective_rpc("start_weight_update")
             # ours in the middle of a session whose start the other backend has not seen yet

@@ -59,9 +59,8 @@ def test_story(engine: Any) -> None:
         assert "refused as the test asked" in text
         assert ("rank 0, 1" if rank is None else f"rank {rank}") in text
         assert [each["mark"]["commits"] for each in marks(llm)] == [1, 1]
-    text = refused(llm, "update_weights", {"wire": "fake", "fail": "crash", "rank": 0, "begin_s": 2.0})
-    assert "ZeroDivisionError" in text
-    assert "no answer in phase 'begin' within 2 s" in text
+    text = refused(llm, "update_weights", {"wire": "fake", "fail": "crash", "rank": 0})
+    assert "rank 0 · update: ZeroDivisionError" in text
     assert answers(llm) == wanted[1]
 
     # vLLM's own calls around it, and two updates in one session
@@ -113,8 +112,29 @@ def test_the_prefix_cache_follows_the_weights(engine: Any) -> None:
         assert seen[-1][0][1] == 0 < seen[-1][1][1]
     assert seen[0][0][0] != seen[1][0][0]
     llm.collective_rpc("update_weights", args=({"wire": "fake", "file": files[0], "caches": "keep"},))
-    assert all(each["caches"] == "kept" for each in marks(llm))
+    assert all(each["caches"] == "keep: prefix, encoder" for each in marks(llm))
+    tokens, cached = greedy(llm, prompt)
+    assert (tokens, cached) == (seen[0][0][0], 0), "what starts after the commit reads no block of older weights"
     assert greedy(llm, prompt)[1] > 0
+
+
+def test_the_prefix_cache_follows_the_weights_when_the_caller_gave_up(engine: Any) -> None:
+    """The call's time-out ends behind the commit: the new weights serve, and nothing of the old ones is read."""
+    llm, files, _ = engine
+    llm.collective_rpc("refit_prepare")
+    llm.collective_rpc("update_weights", args=({"wire": "fake", "file": files[0]},))
+    prompt = ("another prompt that fills several blocks of the cache, so that a second request would find it there " * 2,)
+    old = greedy(llm, prompt)[0]
+    commits = marks(llm)[0]["mark"]["commits"]
+    with pytest.raises(Exception, match="timed out"):
+        llm.collective_rpc("update_weights", timeout=1.0, args=({"wire": "fake", "file": files[1], "stall_s": 6.0},))
+    status = marks(llm)
+    assert [each["mark"]["commits"] for each in status] == [commits + 1] * 2
+    assert not any(each["mark"]["torn"] for each in status)
+    assert all(each["caches"] == "reset: prefix, encoder" for each in status)
+    new, cached = greedy(llm, prompt)
+    assert cached == 0
+    assert new != old
 
 
 def greedy(llm: Any, prompt: tuple[str, ...]) -> tuple[list[int], int]:

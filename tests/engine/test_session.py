@@ -20,7 +20,9 @@ from tests.support.engine_bridge import one_by_one
 from tests.support.engines import open_llm
 from tests.support.whole import WholeTrainer
 from vllm_refit_ext.client import LLMClient
-from vllm_refit_ext.core.errors import RefitError
+from vllm_refit_ext.core.errors import RefitError, VerifyError
+from vllm_refit_ext.core.messages import to_rpc
+from vllm_refit_ext.receiver import live_layout, session
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 
 pytestmark = pytest.mark.engine
@@ -42,7 +44,7 @@ def wanted(folders: tuple[Path, Path]) -> Any:
 
 @pytest.fixture(scope="module")
 def llm(folders: tuple[Path, Path], wanted: Any) -> Iterator[Any]:
-    with open_llm(folders[0], extension=PLAIN, in_process=True) as engine:
+    with open_llm(folders[0], extension=PLAIN, in_process=True, enable_prefix_caching=False) as engine:
         yield engine
 
 
@@ -173,16 +175,18 @@ def test_wrong_arity(llm: Any, trainer: WholeTrainer, wanted: Any) -> None:
     [
         {"version": ""},
         {"deadline_s": 0.0},
+        {"deadline_s": float("nan")},
+        {"deadline_s": float("inf")},
         {"digests": {"0": "another plan"}},
         {"shm": None},
     ],
-    ids=lambda c: next(iter(c)),
+    ids=str,
 )
 def test_bad_update(llm: Any, trainer: WholeTrainer, wanted: Any, change: dict[str, Any]) -> None:
     trainer.prepare()
     before = one_by_one(llm)
     with pytest.raises(RefitError):
-        trainer.client.update(trainer.publish("bad", **change))
+        llm.collective_rpc("update_weights", args=(to_rpc(trainer.publish("bad", **change)),))
     status = trainer.client.status()[0]
     assert status.state == "ready"
     assert one_by_one(llm) == before
@@ -247,6 +251,40 @@ def test_failure_after_the_first_write_tears_the_engine(
     assert trainer.client.status()[0].state == "ready"
 
 
+def test_an_interrupt_during_a_write_tears_the_engine(
+    llm: Any, trainer: WholeTrainer, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.refit("whole")
+
+    def interrupted(self: InPlaceWriter, reader: Any) -> None:
+        torch._foreach_zero_(self._targets[: len(self._targets) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InPlaceWriter, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.collective_rpc("update_weights", args=(to_rpc(trainer.publish("interrupted")),))
+    status = trainer.client.status()[0]
+    assert (status.state, status.version) == ("torn", "whole")
+    with pytest.raises(Exception, match="refit"):
+        one_by_one(llm)
+    check_recovers(llm, trainer, wanted)
+
+
+def test_requests_that_run_are_refused_without_a_prefix_cache(llm: Any, trainer: WholeTrainer, wanted: Any) -> None:
+    """Their keys and values are of the older weights, whatever caches exist."""
+    from vllm import SamplingParams
+
+    trainer.refit("before")
+    llm.llm_engine.add_request("runs", "abc", SamplingParams(max_tokens=100, ignore_eos=True))
+    llm.llm_engine.step()
+    with pytest.raises(RefitError, match="requests are running"):
+        trainer.client.update(trainer.publish("refused"))
+    assert trainer.client.status()[0].version == "before"
+    llm.llm_engine.abort_request(["runs"])
+    check_recovers(llm, trainer, wanted)
+
+
 def test_second_update_while_one_runs(llm: Any, trainer: WholeTrainer, wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.prepare()
     entered, go_on = threading.Event(), threading.Event()
@@ -290,6 +328,25 @@ def test_changed_content_is_found_by_verify(llm: Any, trainer: WholeTrainer, wan
     with pytest.raises(RefitError, match=r"model\.layers\.1\.mlp\.gate\.weight"):
         trainer.client.verify(spoilt)
     trainer.client.verify({"0": digests})
+
+
+def test_verify_names_what_no_refit_hashed(llm: Any, trainer: WholeTrainer, wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(live_layout.KNOWN, "UnquantizedLinearMethod")
+    with monkeypatch.context() as patch:
+        patch.delattr(session, "add_digest")  # nobody asked, so nothing is hashed
+        trainer.refit("not hashed")
+    (reply,) = trainer.client.verify()
+    name = "model.layers.1.self_attn.o_proj.weight"
+    assert name in reply.unhashed
+    assert not set(reply.unhashed) & set(reply.digests)
+    assert set(reply.unhashed) | set(reply.digests) == set(trainer.tensors)
+    with pytest.raises(VerifyError, match=rf"vLLM's own reload(.|\n)*{name}(.|\n)*hash_reloaded=True"):
+        trainer.client.verify({"0": reply.digests | dict.fromkeys(reply.unhashed, "0" * 16)})
+    trainer.client.update(trainer.publish("hashed", hash_reloaded=True))
+    (reply,) = trainer.client.verify()
+    assert (set(reply.digests), reply.unhashed) == (set(trainer.tensors), [])
+    trainer.client.verify({"0": reply.digests})
+    assert one_by_one(llm) == wanted
 
 
 def test_a_sample_is_checked_before_the_commit(

@@ -44,7 +44,8 @@ class Trainer:
 
     def __init__(self, folder: str, geometry: dict[str, Any], urls: Sequence[str], bucket: int, **config: Any) -> None:
         self.bridge, self.chunks = build_megatron(folder, **geometry)
-        self.rank, self.config = dist.get_rank(), SenderConfig(wire="collective", bucket_bytes=bucket, **config)
+        self.rank = dist.get_rank()
+        self.config = SenderConfig(wire="collective", bucket_bytes=bucket, hash_reloaded=True, **config)
         self.connect(urls)
 
     def connect(self, urls: Sequence[str]) -> None:

@@ -2,19 +2,21 @@
 
 `update_info` for it: `wire: "fake"`, `file`, a safetensors file that is loaded by vLLM's own reload, and `fail`: `""`,
 `"early"` (refused before the first write), `"torn"` (fails after the file was loaded), `"crash"` (an exception that is not
-ours); `rank`: fail on that rank only.
+ours); `rank`: fail on that rank only; `stall_s`: seconds between the commit and the end of the call.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from safetensors.torch import load_file
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_refit_ext.core.errors import SessionError, TornError
+from vllm_refit_ext.core.errors import RefitError, SessionError, TornError
 from vllm_refit_ext.receiver import agree, engine, guard
 from vllm_refit_ext.receiver.reload import reload_weights
+from vllm_refit_ext.receiver.session import part_of, session_of
 from vllm_refit_ext.receiver.worker_view import WorkerView
 
 
@@ -23,6 +25,8 @@ class FakeHandler:
 
     def __init__(self, view: WorkerView) -> None:
         self.view = view
+        self.refused = None
+        self.prepared = False
         self.updates = 0
         self.blob = b""
 
@@ -30,27 +34,40 @@ class FakeHandler:
         """Accept anything but an empty manifest."""
         if not state_dict_info:
             raise SessionError("the manifest is empty", where="prepare")
+        self.prepared = True
 
-    def update(self, update_info: dict[str, Any], /) -> dict[str, Any]:
-        """Load `file`, failing as told."""
-        fail = update_info.get("fail", "")
-        if update_info.get("rank", self.view.rank) != self.view.rank:
-            fail = ""
-        if fail == "crash":
-            raise ZeroDivisionError("nobody foresaw this")
-        refused = SessionError("refused as the test asked", where="fake wire") if fail == "early" else None
-        agree.agree(self.view, "begin", None, refused, update_info.get("begin_s", 20.0))
+    def update(self, update_info: Any, /) -> dict[str, Any]:
+        """Load `file`, failing as asked; all ranks agree before it and at its end."""
+        agree.begin(self.view, session_of(update_info))
+        errors: list[RefitError] = []
+        with agree.collect(errors, "update"):
+            if not self.prepared:
+                raise SessionError("update_weights was called before prepare_refit_info", do="call prepare_refit_info first")
+            update_info = part_of(update_info, self.view)
+            fail = update_info.get("fail", "") if update_info.get("rank", self.view.rank) == self.view.rank else ""
+            if fail == "crash":
+                raise ZeroDivisionError("nobody foresaw this")
+            if fail == "early":
+                raise SessionError("refused as the test asked", where="fake wire")
+        agree.agree(self.view, "begin", None, agree.merged(errors), 20.0)
         self.blob = update_info.get("blob", b"")
         if "file" in update_info:
             reload_weights(self.view, iter(load_file(update_info["file"]).items()))
-        if fail == "torn":
-            raise TornError("torn as the test asked", where="fake wire", do="run a full refit")
+        torn = TornError("torn as the test asked", where="fake wire", do="run a full refit") if fail == "torn" else None
+        try:
+            agree.agree(self.view, "commit", None, torn, 20.0)
+        except TornError as error:
+            guard.mark_torn(self.view.worker, str(error))
+            raise
+        guard.commit(self.view.worker)
+        time.sleep(update_info.get("stall_s", 0.0))
         self.updates += 1
         return {"updates": self.updates}
 
     def status(self) -> dict[str, Any]:
         """How many updates committed, and the last blob as hexadecimal text."""
-        return {"rank": self.view.rank, "updates": self.updates, "blob": self.blob.hex()}
+        state = "ready" if self.prepared else "unprepared"
+        return {"rank": self.view.rank, "state": state, "updates": self.updates, "blob": self.blob.hex()}
 
     def abort(self) -> None:
         """Nothing to give up."""
@@ -62,6 +79,7 @@ class FakeExtension:
     def refit_prepare(self) -> dict[str, Any]:
         """What the product's `prepare_refit_info` does at its end."""
         handler = FakeHandler(WorkerView.of_worker(self))
+        handler.prepared = True
         engine.install(self, handler)
         return handler.status()
 

@@ -105,6 +105,7 @@ class LooseSender:
             session=secrets.token_hex(8),
             digests=digests,
             deadline_s=self.deadline_s,
+            hash_reloaded=True,
             **field,
         )
         sender: Sender = self._sender

@@ -47,7 +47,8 @@ class Trainer:
             self.bridge, self.chunks = build_megatron(folder, **geometry)
         self.rank = dist.get_rank()
         self.client = HTTPClient(url)
-        self.sender = MegatronSender(self.chunks, self.bridge, self.client if self.rank == 0 else None, SenderConfig(**config))
+        settings = SenderConfig(hash_reloaded=True, **config)
+        self.sender = MegatronSender(self.chunks, self.bridge, self.client if self.rank == 0 else None, settings)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return {f"{i}.{n}": p.data for i, chunk in enumerate(self.chunks) for n, p in chunk.named_parameters()}

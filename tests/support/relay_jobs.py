@@ -29,7 +29,7 @@ class Trainer:
         self.rank = dist.get_rank()
         os.environ[SITE] = sites[self.rank]
         self.clients = [HTTPClient(url) for url in urls]
-        settings = SenderConfig(wire="ring", bucket_bytes=bucket, **config)
+        settings = SenderConfig(wire="ring", bucket_bytes=bucket, hash_reloaded=True, **config)
         self.sender = MegatronSender(self.chunks, self.bridge, self.clients if self.rank == 0 else None, settings)
         self.travelled: dict[int, int] = {}
         self._count()

@@ -202,3 +202,10 @@ def test_an_update_returns_every_ranks_report():
     assert FunctionClient(lambda method, *_: answers[method]).update(INFO) == [report]
     with pytest.raises(RefitError, match="another version"):
         FunctionClient(lambda method, *_: answers[method]).update(UpdateInfo(wire="shm", version="w", session="s"))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_a_deadline_is_a_finite_number_of_seconds(call, seconds):
+    with pytest.raises(ConfigError, match="not a deadline"):
+        CALLS[call](FunctionClient(lambda *_: []), seconds)

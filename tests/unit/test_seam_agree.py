@@ -35,12 +35,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def on_ranks(views: list[WorkerView], work: Callable[[WorkerView], Any]) -> list[Any]:
+def on_ranks(views: list[WorkerView], work: Callable[[WorkerView], Any], attempt: str = "a") -> list[Any]:
     """`work(view)` in a thread for each rank: its result, or the error that it raised."""
     results: list[Any] = [None] * len(views)
 
     def run(index: int) -> None:
-        agree.begin(views[index])
+        agree.begin(views[index], attempt)
         try:
             results[index] = work(views[index])
         except RefitError as error:
@@ -62,7 +62,7 @@ def test_every_rank_gets_every_value(store: Any) -> None:
 
 def test_one_rank_alone_needs_no_store() -> None:
     view = WorkerView(torch.nn.Module(), None, torch.device("cpu"), 0, 1)
-    agree.begin(view)
+    agree.begin(view, "a")
     assert agree.agree(view, "commit", b"v", None, 1) == [b"v"]
     with pytest.raises(WireError, match="broken") as raised:
         agree.agree(view, "commit", None, WireError("broken"), 1)
@@ -150,6 +150,74 @@ def test_a_phase_used_twice_in_one_call_is_two_rounds(store: Any) -> None:
     assert on_ranks(views, work) == [[[bytes([i, 0]), bytes([i, 1])] for i in range(3)]] * 2
 
 
+def test_a_rank_that_missed_a_call_meets_the_others_in_the_next_attempt(store: Any) -> None:
+    views = [make_view(rank, 2, store) for rank in range(2)]
+    (alone,) = on_ranks(views[:1], lambda view: agree.agree(view, "begin", b"", None, 0.3), "first")
+    assert "rank 1" in str(alone)
+    assert on_ranks(views, lambda view: agree.agree(view, "begin", b"x", None, 20), "second") == [[b"x", b"x"]] * 2
+
+
+def test_the_same_attempt_twice_is_two_attempts(store: Any) -> None:
+    """A caller that repeats a message must not read the answers to the first one."""
+    views = [make_view(rank, 2, store) for rank in range(2)]
+    for value in (b"1", b"2", b"3"):
+        assert on_ranks(views, lambda view, v=value: agree.agree(view, "begin", v, None, 20), "same") == [[value] * 2] * 2
+
+
+def test_two_engines_of_one_process_group_do_not_meet(store: Any) -> None:
+    views = [make_view(0, 2, store), make_view(1, 2, store)]
+    views[1].serial = 1
+    errors = on_ranks(views, lambda view: agree.agree(view, "begin", b"", None, 0.3))
+    assert all(type(error) is DeadlineError for error in errors)
+
+
+def test_keys_of_old_attempts_are_deleted(store: Any) -> None:
+    views = [make_view(rank, 2, store) for rank in range(2)]
+    before = store.num_keys()
+    counts = []
+    for attempt in range(6):
+        on_ranks(views, lambda view: [agree.agree(view, phase, b"x", None, 20) for phase in ("begin", "commit")], str(attempt))
+        counts.append(store.num_keys() - before)
+    assert len(set(counts[1:])) == 1, counts
+
+
+def test_the_last_rank_is_named_when_all_came_too_late(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers are there, but only after the deadline: the one that was slow is named and not the one that waited."""
+    views = [make_view(rank, 2, store) for rank in range(2)]
+    wait = agree._wait
+    monkeypatch.setattr(agree, "_wait", lambda store, keys, deadline: wait(store, keys, deadline + 3))
+
+    def work(view: WorkerView) -> Any:
+        if view.rank == 1:
+            time.sleep(0.6)
+        return agree.agree(view, "commit", b"", None, 0.0 if view.rank else 0.3)
+
+    errors = on_ranks(views, work)
+    assert str(errors[0]) == str(errors[1])
+    assert [problem.where for problem in errors[0].problems] == ["rank 1"]
+
+
+def test_whatever_is_raised_on_one_rank_is_agreed_upon(store: Any) -> None:
+    class Odd(BaseException):
+        pass
+
+    views = [make_view(rank, 2, store) for rank in range(2)]
+
+    def work(view: WorkerView) -> Any:
+        errors: list[RefitError] = []
+        with agree.collect(errors, "the wire"):
+            if view.rank:
+                raise Odd("of no known kind")
+        return agree.agree(view, "begin", None, agree.merged(errors), 20)
+
+    errors = on_ranks(views, work)
+    assert str(errors[0]) == str(errors[1])
+    assert "rank 1 · the wire: Odd: of no known kind" in str(errors[0])
+    for last in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(last), agree.collect([], "nowhere"):
+            raise last
+
+
 def test_replicas_do_not_meet(store: Any) -> None:
     views = [make_view(0, 2, store), make_view(1, 2, store)]
     views[1].replica = 1
@@ -194,7 +262,7 @@ def _rank_in_process(rank: int, ports: Any, go: Any, results: Any) -> None:
     results.put("ready")
     for round_name in ("first", "second"):
         go[round_name][rank].wait(60)
-        agree.begin(view)
+        agree.begin(view, round_name)
         try:
             agree.agree(view, "commit", b"", None, 2.0 if round_name == "first" else 20.0)
             results.put("good")

@@ -51,3 +51,19 @@ def test_anything_else_is_refused(engine: tuple[str, ...], start: tuple[str, ...
 def test_this_vllm_is_supported() -> None:
     pytest.importorskip("vllm", reason="needs a vLLM in this environment")
     assert versions.adapter().tested
+
+
+def test_a_vllm_without_what_guards_a_refit_is_refused_when_it_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="needs a vLLM in this environment")
+    from vllm.v1.engine import core
+
+    class Request:
+        def __init__(self) -> None:
+            self.cache_salt = ""
+
+    monkeypatch.delattr(core.EngineCore, "reset_encoder_cache")
+    monkeypatch.setattr(core, "Request", Request)
+    with pytest.raises(ConfigError) as raised:
+        versions.adapter.__wrapped__()
+    gone = {p.where for p in raised.value.problems if p.what == "a name that a refit needs is gone"}
+    assert gone == {"vllm.v1.engine.core.EngineCore.reset_encoder_cache", "vllm.v1.engine.core.Request.block_hashes"}

@@ -178,7 +178,9 @@ class UpdateInfo(Envelope, frozen=True, kw_only=True):
     engine rank as text, the digest of its share of the plan as the caller planned it; empty skips the check, for a caller that
     did not plan. deadline_s: seconds from the start of the call within which every wait must end. caches: see `CachePolicy`.
     sample: moves that each rank recomputes by the reference and compares before the commit, drawn anew for each session.
-    checksum: of all other fields, made by `to_rpc`; empty in a message that was written by hand.
+    hash_reloaded: take digests of what goes through the engine's own reload, which can't be read back, so that `refit_verify` can
+    compare it; costs a pass over these bytes on the host. checksum: of all other fields, made by `to_rpc`; empty in a message
+    that was written by hand.
     """
 
     wire: WireName
@@ -188,6 +190,7 @@ class UpdateInfo(Envelope, frozen=True, kw_only=True):
     deadline_s: Seconds = DEADLINE_S
     caches: CachePolicy = "reset"
     sample: Count = 0
+    hash_reloaded: bool = False
     checksum: str = ""
     shm: ShmInfo | None = None
     ipc: IpcInfo | None = None
@@ -228,14 +231,16 @@ class Status(Envelope, frozen=True, kw_only=True):
 
 class VerifyReply(Envelope, frozen=True, kw_only=True):
     """problems: why there are no digests. Digests of one engine rank's share, by tensor as hexadecimal text. staged: names whose
-    live bytes can't be read back in canonical form, so that the digest is of what was handed to the engine's own reload. differs:
-    names that differ from what was expected, in plan order."""
+    live bytes can't be read back in canonical form, so that the digest is of what was handed to the engine's own reload.
+    unhashed: names without a digest, as the last refit was not asked for one (`UpdateInfo.hash_reloaded`). differs: names that
+    differ from what was expected, in plan order."""
 
     rank: int
     problems: list[Problem] = []
     version: str = ""
     digests: dict[str, str] = {}
     staged: list[str] = []
+    unhashed: list[str] = []
     differs: list[str] = []
 
 

@@ -2,8 +2,8 @@
 
 The exchange goes through the key-value store that torch.distributed already keeps for the process group, not through a
 collective. A collective that one rank never joins can't be abandoned: its group is unusable afterwards. Keys can: each round
-has its own, so a round that failed leaves nothing that the next one could trip over. They stay until the engine ends: a few
-hundred bytes a refit.
+has its own, with the name of its attempt in it, so a round that failed leaves nothing that a later one could trip over. An
+attempt's keys are deleted in the next one, once every rank has come to it.
 
 One round: every rank writes its value or its problems, waits for the others', then tries to set the verdict. Setting is atomic
 in the store and the first to set it decides for all: "go" by a rank that has seen every answer in time, "stop" with the list
@@ -14,9 +14,10 @@ can't reach it, and each raises `DeadlineError` for itself.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,13 +32,15 @@ T = TypeVar("T")
 class Answer(msgspec.Struct, frozen=True):
     """What one rank writes: `value`, or `kind` (an error class of `core.errors`) with its `problems`.
 
-    `known`: the problems come from an earlier agreement, so they name their ranks already.
+    `known`: the problems come from an earlier agreement, so they name their ranks already. `after_s`: seconds from the begin of
+    the call to this answer.
     """
 
     value: bytes | None = None
     kind: str = ""
     problems: list[Problem] = []
     known: bool = False
+    after_s: float = 0.0
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -60,16 +63,30 @@ class Exchange:
         self.view = view
         self.given = store
         self.store: Any = None
+        self.attempt, self.tries = "", 0
         self.uses: dict[str, int] = {}
+        self.begun = time.monotonic()
+        self.mine: list[str] = []
+        self.old: list[str] = []
 
-    def begin(self) -> None:
-        """Forget which phases the last RPC used."""
+    def begin(self, attempt: str) -> None:
+        """Forget which phases the last RPC used. attempt: see `begin`."""
+        self.tries = self.tries + 1 if attempt == self.attempt else 0
+        self.attempt, self.begun = attempt, time.monotonic()
         self.uses.clear()
+        self.old += self.mine
+        self.mine = []
 
     def key(self, phase: str) -> str:
-        """The store key of this use of `phase`; the same on every rank, because RPCs reach all ranks in one order."""
+        """The store key of this use of `phase`; the same on every rank, and used by no other attempt."""
         use = self.uses[phase] = self.uses.get(phase, 0) + 1
-        return f"refit/{self.view.replica}/{self.view.rounds}/{phase}/{use}"
+        return f"refit/{self.view.replica}/{self.view.serial}/{self.attempt}/{self.tries}/{phase}/{use}"
+
+    def spend(self, store: Any, go: bool, keys: list[str]) -> None:
+        """Note keys that this rank has to delete, and delete those of earlier attempts after a round that all ranks came to."""
+        self.mine += keys
+        while go and self.old:
+            store.delete_key(self.old.pop())
 
     def call(self, what: Callable[[Any], T], deadline: float) -> T:
         """`what(store)` in a thread, at most until `deadline` (time.monotonic seconds)."""
@@ -102,11 +119,37 @@ class Exchange:
         return result  # type: ignore[no-any-return]
 
 
-def begin(view: WorkerView) -> None:
-    """Call first in every RPC that may agree. Counts RPCs, which keeps the ranks' keys in step whatever failed before."""
-    view.rounds += 1
-    if view.exchange is not None:
-        view.exchange.begin()
+def begin(view: WorkerView, attempt: str) -> None:
+    """Call first in every RPC that may agree. attempt: the same text on every rank, for each attempt another one.
+
+    It stands in all keys of the attempt, so that ranks of which one missed a call meet again in the next. The same text in two
+    calls one after the other makes two attempts of it.
+    """
+    if view.exchange is None:
+        view.exchange = Exchange(view)
+    view.exchange.begin(attempt)
+
+
+def as_refit_error(error: BaseException, where: str) -> RefitError:
+    """`error`, or what nobody foresaw as an error that can be agreed upon."""
+    if isinstance(error, RefitError):
+        return error
+    unforeseen = RefitError.of(
+        [Problem(f"{type(error).__name__}: {error}", where, do="this is a defect: report it with the engine's log")]
+    )
+    unforeseen.__cause__ = error
+    return unforeseen
+
+
+@contextlib.contextmanager
+def collect(errors: list[RefitError], where: str) -> Iterator[None]:
+    """Put whatever the block raises into `errors`, so that the ranks can agree on it. What ends the process goes on."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - the other ranks must learn of it, whatever it is
+        errors.append(as_refit_error(error, where))
 
 
 def agree(view: WorkerView, phase: str, value: bytes | None, error: RefitError | None, deadline_s: float) -> list[bytes | None]:
@@ -117,14 +160,14 @@ def agree(view: WorkerView, phase: str, value: bytes | None, error: RefitError |
     class of the gravest (`TornError`, else that of the lowest failing rank); or `DeadlineError` with the missing ranks. The error
     has `agreed = True` unless the store could not be reached. Raise it to vLLM with `surface`.
     """
-    answer = (
-        Answer(value) if error is None else Answer(None, type(error).__name__, error.problems, getattr(error, "agreed", False))
-    )
+    exchange: Exchange | None = view.exchange
+    answer = Answer(value)
+    if error is not None:
+        answer = Answer(None, type(error).__name__, error.problems, getattr(error, "agreed", False))
     if view.world_size == 1:
         return _settle([answer])
-    if view.exchange is None:
-        view.exchange = Exchange(view)
-    exchange: Exchange = view.exchange
+    assert exchange is not None, "begin comes first"
+    answer = msgspec.structs.replace(answer, after_s=time.monotonic() - exchange.begun)
     key = exchange.key(phase)
     deadline = time.monotonic() + deadline_s
     ranks = range(view.world_size)
@@ -136,37 +179,39 @@ def agree(view: WorkerView, phase: str, value: bytes | None, error: RefitError |
         missing = [] if complete else [rank for rank in ranks if not store.check([keys[rank]])]
         mine = msgspec.msgpack.encode(Verdict(complete, view.rank, missing, deadline_s))
         verdict = msgspec.msgpack.decode(store.compare_set(f"{key}/verdict", "", mine), type=Verdict)
-        return verdict, [store.get(keys[rank]) for rank in ranks if rank not in verdict.missing]
+        found = [store.get(keys[rank]) for rank in ranks if rank not in verdict.missing]
+        exchange.spend(store, verdict.go, [keys[view.rank], *([f"{key}/verdict"] if view.rank == 0 else [])])
+        return verdict, found
 
     try:
         # the round may be at its deadline when it has to say so; the second more lets it write the verdict
         verdict, raw = exchange.call(play, deadline + max(1.0, 0.1 * deadline_s))
         present = [rank for rank in ranks if rank not in verdict.missing]
     except RefitError as unreachable:
-        raise _merge([*([error] if error else []), unreachable], view.rank) from error
+        raise _both(error, unreachable) from error
     except Exception as broken:
         lost = DeadlineError(
             f"the store that the ranks agree through is gone: {broken}",
             where=f"rank {view.rank}",
             do="a worker has died: restart the engine",
         )
-        raise _merge([*([error] if error else []), lost], view.rank) from broken
+        raise _both(error, lost) from broken
     answers = [msgspec.msgpack.decode(text, type=Answer) for text in raw]
     if verdict.go:
         return _settle(answers)
-    late = Answer(
-        kind="DeadlineError",
-        problems=[
-            Problem(
-                f"no answer in phase {phase!r} within {verdict.waited_s:g} s",
-                "rank " + ", ".join(map(str, verdict.missing)) if verdict.missing else f"rank {verdict.by}",
-                "nothing" if verdict.missing else "all answers, after the deadline",
-                "an answer of every rank",
-                "see whether that worker is stopped, dead or slow; the next call starts afresh",
-            )
-        ],
+    if verdict.missing:
+        who, got = verdict.missing, "nothing"
+    else:
+        last = max(range(len(answers)), key=lambda index: answers[index].after_s)
+        who, got = [last], f"its answer {answers[last].after_s:.1f} s after the call began, as the last one"
+    late = Problem(
+        f"no answer in phase {phase!r} within {verdict.waited_s:g} s",
+        "rank " + ", ".join(map(str, who)),
+        got,
+        "an answer of every rank",
+        "see whether that worker is stopped, dead or slow; the next call starts afresh",
     )
-    return _settle([*answers, late], present)
+    return _settle([*answers, Answer(kind="DeadlineError", problems=[late])], present)
 
 
 def surface(view: WorkerView, error: RefitError) -> None:
@@ -218,9 +263,15 @@ def _agreed(kind: type[RefitError], problems: list[Problem]) -> RefitError:
     return error
 
 
-def _merge(errors: list[RefitError], rank: int) -> RefitError:
-    """This rank's own errors as one, which nobody else has seen."""
+def merged(errors: list[RefitError]) -> RefitError | None:
+    """This rank's own errors as one; None if there are none."""
+    if len(errors) < 2:
+        return errors[0] if errors else None
     return _gravest([type(error).__name__ for error in errors]).of([problem for error in errors for problem in error.problems])
+
+
+def _both(error: RefitError | None, second: RefitError) -> RefitError:
+    return merged([error, second]) or second if error is not None else second
 
 
 def _gravest(kinds: list[str]) -> type[RefitError]:

@@ -1,12 +1,14 @@
 """The engine process's side of a refit: torn engines refuse, caches are reset, replies stay in step.
 
-The plugin wraps two methods of vLLM's `EngineCore`, in whatever process it lives (its own, or the caller's with
+The plugin wraps methods of vLLM's `EngineCore`, in whatever process it lives (its own, or the caller's with
 `VLLM_ENABLE_V1_MULTIPROCESSING=0`):
 
-- `collective_rpc`: after every call that may be a refit the workers are asked for their marks (`guard.report`). If one is
-  torn, all running and waiting requests are ended with an error, and the engine stays up. If a refit was committed, the cache
-  policy is applied. `refit_status` replies get the result.
-- `add_request`: while torn, a request is answered at once with an error that says why and what to do.
+- `collective_rpc`: after every call that may be a refit, however it ended, the workers are asked for their marks
+  (`guard.report`). If one is torn, all running and waiting requests are ended with an error, and the engine stays up. If a
+  refit was committed since they were last asked, its cache policy is applied, once. `refit_status` replies get the result.
+- `preprocess_add_request` and `add_request`: after a refit that let requests go on, a new one gets a salt that keeps it from
+  their blocks (`caches`). While torn, a request is answered at once with an error that says why and what to do.
+- `step`, `step_with_batch_queue`: hands those answers over, and runs nothing while a worker can't be asked what it holds.
 
 vLLM has no field for such a text in 0.24 and 0.32, so it travels as the `stop_reason` of an output with finish reason
 "error", behind `MARK`; the front's half (`front`) turns it into an exception. A front without the plugin shows vLLM's own
@@ -14,13 +16,15 @@ vLLM has no field for such a text in 0.24 and 0.32, so it travels as the `stop_r
 
 Limits. Only calls through this engine's `collective_rpc` are seen. With data parallel replicas each engine process guards its
 own workers; a torn replica refuses the requests that are routed to it. When a caller's own timeout ends a call, the workers
-go on with it: the engine waits `REALIGN_S` for them and, if they do not answer, refuses generation until a later refit call
-finds them in order.
+go on with it: the engine waits `REALIGN_S` for them and, if they do not answer, refuses generation and runs nothing until a
+later refit call finds them in order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import os
 import time
 from collections import defaultdict
@@ -28,11 +32,13 @@ from typing import Any
 
 import msgspec
 
-from vllm_refit_ext.core.errors import ConfigError, RefitError
+from vllm_refit_ext.core.errors import ConfigError, DeadlineError, RefitError, SessionError
 from vllm_refit_ext.receiver import caches, guard
 
 MARK = "refit-torn: "
 REALIGN_S = 60.0
+"""Seconds that workers have to say what they hold, when a call was ended before they answered it."""
+ASTRAY_STEP_S = 0.05
 WATCHED = (
     "prepare_refit_info",
     "init_weight_transfer_engine",
@@ -41,7 +47,10 @@ WATCHED = (
     "finish_weight_update",
     "reload_weights",
 )
-NEEDED = ("collective_rpc", "add_request", "reset_prefix_cache", "reset_encoder_cache")
+STEPS = ("step", "step_with_batch_queue")
+METHODS = ("collective_rpc", "preprocess_add_request", "add_request", "reset_prefix_cache", "reset_encoder_cache", *STEPS)
+ATTRIBUTES = (("EngineCore", "request_block_hasher"), ("Request", "cache_salt"), ("Request", "block_hashes"))
+"""What constructors set and `caches` uses."""
 
 
 class CoreGuard:
@@ -50,29 +59,34 @@ class CoreGuard:
     def __init__(self, core: Any) -> None:
         self.core = core
         self.torn = ""
-        self.commits = 0
-        self.committed = False
+        self.commits: list[int] = []
+        self.refit = caches.Refit()
         self.caches = ""
+        self.astray = False
         self.pending: dict[int, list[Any]] = defaultdict(list)
 
     def call(
         self, native: Any, method: Any, timeout: float | None, arguments: tuple[Any, ...], named: dict[str, Any] | None
     ) -> Any:
         """One watched `collective_rpc`."""
-        policy = None
+        if self.astray:
+            self.learn()
+            if self.astray:
+                do = "see whether a worker is stopped or dead; call again when it goes on"
+                raise DeadlineError("this engine's workers can't be called", where=str(method), got=self.torn, do=do)
         if method == "update_weights":
-            given = arguments[0] if arguments else (named or {}).get("update_info")
-            policy = caches.policy_of(given)
-            if policy is not None and not self.torn:
-                caches.check(self.core, policy)
+            refit = caches.refit_of(arguments[0] if arguments else (named or {}).get("update_info"))
+            if refit is not None:
+                if not self.torn:
+                    caches.check(self.core, refit.policy)
+                self.refit = refit
         try:
             replies = native(self.core, method, timeout, arguments, named)
         except BaseException as error:
-            self.learn(realign=True, blame=f"{method} failed: {error}")
+            with contextlib.suppress(RefitError):  # the status says it; the caller gets what ended the call
+                self.learn(realign=True, blame=f"{method} failed: {error}")
             raise
         self.learn()
-        if self.committed:
-            self.settle(policy or caches.POLICIES[0])
         if method == "refit_status":
             for reply in replies:
                 if isinstance(reply, dict):
@@ -80,26 +94,31 @@ class CoreGuard:
         return replies
 
     def learn(self, realign: bool = False, blame: str = "") -> None:
-        """Ask every worker whether it is torn, and act on the answer."""
+        """Ask every worker for its mark, and act on the answers: end requests where one is torn, reset caches after a commit.
+
+        Raises `SessionError` when caches of older weights could not be reset.
+        """
         try:
-            marks = ask_workers(self.core.model_executor, realign)
-            torn = next((mark.torn for mark in marks if mark.torn), "")
+            marks = ask_workers(self.core.model_executor, realign or self.astray)
+            torn, self.astray = next((mark.torn for mark in marks if mark.torn), ""), False
         except Exception as error:  # noqa: BLE001
             # a worker that can't say what it holds must not generate
-            marks = []
+            marks, self.astray = [], True
             torn = f"the workers do not say what weights they hold ({error}){'; ' + blame if blame else ''}"
         fresh = bool(torn) and not self.torn
         self.torn = torn
         if fresh:
             self.end_requests()
-        commits = min((mark.commits for mark in marks), default=self.commits)
-        self.committed = commits > self.commits
-        self.commits = commits
+        commits = [mark.commits for mark in marks]
+        if marks and commits != self.commits:
+            committed, self.commits = any(commits), commits
+            if committed:
+                self.settle()
 
-    def settle(self, policy: str) -> None:
-        """After a commit: reset what older weights computed. Raises when that failed."""
+    def settle(self) -> None:
+        """After a commit: reset what older weights computed. Raises `SessionError` when that failed."""
         try:
-            self.caches = caches.reset(self.core, policy)
+            self.caches = caches.reset(self.core, self.refit.policy, f"{self.refit.session} {self.commits}")
         except RefitError as error:
             self.caches = f"failed: {error}"
             raise
@@ -128,15 +147,16 @@ class CoreGuard:
             return
         # in the caller's own process nothing reads a queue: the next step hands them over
         self.pending[client] += outputs
-        if "_refit_step" not in self.core.__dict__:
-            self.core._refit_step = self.core.step_fn
-            self.core.step_fn = self.step
 
-    def step(self) -> tuple[dict[int, Any], bool]:
-        """In place of the engine's step while refusals wait."""
+    def step(self, native: Any) -> tuple[dict[int, Any], bool]:
+        """In place of the engine's step: hand refusals over, and run nothing while the workers' replies are out of order."""
         from vllm.v1.engine import EngineCoreOutputs
 
-        self.core.step_fn = self.core.__dict__.pop("_refit_step")
+        if not self.pending:
+            if not self.astray:
+                return native(self.core)  # type: ignore[no-any-return]
+            time.sleep(ASTRAY_STEP_S)  # the engine's loop asks for a step at once again
+            return {}, False
         outputs = {client: EngineCoreOutputs(outputs=list(each)) for client, each in self.pending.items()}
         self.pending.clear()
         return outputs, False
@@ -151,40 +171,56 @@ def guard_of(core: Any) -> CoreGuard:
 
 
 def ask_workers(executor: Any, realign: bool) -> list[guard.WorkerMark]:
-    """Every worker's mark.
+    """Every worker's mark, at most `REALIGN_S` seconds from now. Raises what kept a worker from answering, with its rank.
 
     After a failed call, `realign`: vLLM's multiprocess executor stops reading at the first failure and would take what is
     left for the answers to the next call. So the question carries a nonce, and older replies are dropped until it comes back.
     """
+    nonce = os.urandom(8).hex()
     queues = getattr(executor, "response_mqs", None)
     if not realign or not queues or getattr(executor, "rpc_broadcast_mq", None) is None:
-        return msgspec.convert(executor.collective_rpc(guard.report), list[guard.WorkerMark])
+        replies = executor.collective_rpc(guard.report, timeout=REALIGN_S, args=(nonce,))
+        if all(isinstance(reply, dict) and reply.get("nonce") == nonce for reply in replies):
+            return msgspec.convert(replies, list[guard.WorkerMark])
+        if not queues:
+            raise SessionError("the workers' replies are out of order", where="collective_rpc")
     import cloudpickle
 
-    nonce = os.urandom(8).hex()
     executor.rpc_broadcast_mq.enqueue((cloudpickle.dumps(guard.report), (nonce,), {}, None))
     deadline = time.monotonic() + REALIGN_S
     marks = []
-    for queue in queues:
+    for rank, queue in enumerate(queues):
         while True:
-            _, reply = queue.dequeue(timeout=max(0.01, deadline - time.monotonic()))
-            if isinstance(reply, dict) and reply.pop("nonce", "") == nonce:
+            try:
+                _, reply = queue.dequeue(timeout=max(0.01, deadline - time.monotonic()))
+            except TimeoutError:
+                do = "see whether that worker is stopped or dead"
+                raise DeadlineError(f"no answer within {REALIGN_S:g} s", where=f"rank {rank}", do=do) from None
+            if isinstance(reply, dict) and reply.get("nonce") == nonce:
                 marks.append(msgspec.convert(reply, guard.WorkerMark))
                 break
     return marks
 
 
+def lacking(module: Any) -> list[str]:
+    """Names that the guard needs and vLLM's `v1.engine.core` module has not."""
+    return [f"EngineCore.{name}" for name in METHODS if not callable(getattr(module.EngineCore, name, None))] + [
+        f"{owner}.{name}"
+        for owner, name in ATTRIBUTES
+        if name not in inspect.unwrap(getattr(module, owner).__init__).__code__.co_names
+    ]
+
+
 def wrap(module: Any) -> None:
     """Wrap `EngineCore` of vLLM's `v1.engine.core` module. Idempotent. Raises `ConfigError` if it is not the class that we
-    know.
+    know; every prepare does so too (`versions`).
     """
     core_class = module.EngineCore
     if hasattr(core_class, "_refit_wrapped"):
         return
-    missing = [name for name in NEEDED if not callable(getattr(core_class, name, None))]
-    if missing:
-        raise ConfigError("vLLM's engine lacks methods that guard a refit", where="EngineCore", got="no " + ", ".join(missing))
-    native_rpc, native_add = core_class.collective_rpc, core_class.add_request
+    if missing := lacking(module):
+        raise ConfigError("vLLM's engine lacks what guards a refit", where=module.__name__, got="no " + ", ".join(missing))
+    native_rpc, native_add, native_make = core_class.collective_rpc, core_class.add_request, core_class.preprocess_add_request
 
     @functools.wraps(native_rpc)
     def collective_rpc(
@@ -199,8 +235,26 @@ def wrap(module: Any) -> None:
         state = guard_of(self)
         if state.torn:
             return state.refuse([request.request_id], request.client_index)
+        caches.resalt(self, request)  # it may have been made before the last commit
         return native_add(self, request, request_wave)
 
+    @functools.wraps(native_make)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        request.cache_salt = caches.salted(self, request.cache_salt)
+        return native_make(self, request)
+
+    for name in STEPS:
+        setattr(core_class, name, _watched(getattr(core_class, name)))
+    core_class.preprocess_add_request = preprocess_add_request
     core_class.collective_rpc = collective_rpc
     core_class.add_request = add_request
     core_class._refit_wrapped = True
+
+
+def _watched(native: Any) -> Any:
+    @functools.wraps(native)
+    def step(self: Any) -> Any:
+        state = self.__dict__.get("_refit_guard")
+        return native(self) if state is None else state.step(native)
+
+    return step

@@ -19,6 +19,7 @@ configuration.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -27,42 +28,38 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, SessionError, TornError
-from vllm_refit_ext.receiver import agree, guard, versions
+from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError
+from vllm_refit_ext.receiver import agree, versions
 from vllm_refit_ext.receiver.worker_view import WorkerView
 
 OURS = "wire"
 PREPARE = "state_dict_info"
-OUTCOME_DEADLINE_S = 300.0
 CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
 class Handler(Protocol):
-    """What stands behind the seam on one rank; `receiver.session.Receiver` is it."""
+    """What stands behind the seam on one rank; `receiver.session.Receiver` is it. Its methods agree with the other ranks by
+    themselves: they end alike on all of them."""
 
-    def update(self, update_info: dict[str, Any], /) -> Any:
-        """Receive, write and commit one refit. Raises `RefitError`."""
+    view: WorkerView
+    refused: RefitError | None
+    """Why the last prepare failed."""
+
+    def prepare(self, state_dict_info: Any) -> Any:
+        """Prepare. Problems are in `refused`."""
+
+    def update(self, update_info: Any, /) -> Any:
+        """Receive, write and commit one refit, with `guard.commit` as part of it. Raises `RefitError`."""
 
     def status(self) -> Any:
         """State and version of this rank."""
 
-
-class Unprepared:
-    """Stands in until something was prepared: every refit is refused by name."""
-
-    def update(self, update_info: dict[str, Any], /) -> Any:
-        """Refuse."""
-        raise SessionError(
-            "update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first"
-        )
-
-    def status(self) -> Any:
-        """Nothing is prepared."""
-        return {"state": "unprepared"}
+    def abort(self) -> Any:
+        """Give up what is prepared."""
 
 
-def open_handler(view: WorkerView) -> Any:
-    """The receiver of this rank, for the backend `refit`; the extension brings its own."""
+def open_handler(view: WorkerView) -> Handler:
+    """The receiver of a rank, made at its first call."""
     from vllm_refit_ext.receiver.session import Receiver
 
     return Receiver(view)
@@ -89,26 +86,40 @@ class RefitEngine:
                 do=do,
             )
         self.config = config
-        self._bind(worker, Unprepared())
+        self._bind(worker)
 
     @classmethod
-    def of_worker(cls, worker: Any, handler: Handler) -> RefitEngine:
+    def of_worker(cls, worker: Any) -> RefitEngine:
         """The engine of a worker that was started without this backend."""
         versions.adapter()
         engine = cls.__new__(cls)
         engine.config = None
-        engine._bind(worker, handler)
+        engine._bind(worker)
         return engine
 
-    def _bind(self, worker: Any, handler: Handler) -> None:
+    def _bind(self, worker: Any) -> None:
+        from vllm_refit_ext.receiver.extension import RPCS
+
         self.worker = worker
         worker._refit_engine = self
-        self.handler = handler
+        self._handler: Handler | None = None
         self.started = False
         self.postponed: Callable[[], None] | None = None
         self.native = {name: getattr(type(worker), name).__get__(worker) for name in CALLS}
         for name in CALLS:
             setattr(worker, name, getattr(self, f"worker_{name}"))
+        for name, rpc in RPCS.items():
+            # the backend works without our extension and beside the user's own
+            if not hasattr(type(worker), name):
+                setattr(worker, name, rpc.__get__(worker))
+
+    @property
+    def handler(self) -> Handler:
+        """The receiver of this rank, with the model as it is now."""
+        if self._handler is None:
+            self._handler = open_handler(self.view)
+        self._handler.view = self.view
+        return self._handler
 
     # -- what the worker object answers with ---------------------------------------------------------------------------------
 
@@ -172,26 +183,23 @@ class RefitEngine:
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Prepare this rank, as the RPC `prepare_refit_info` does. Raises every rank's problems on the rank that speaks."""
-
-        def prepare() -> None:
-            if not hasattr(self.handler, "prepare"):
-                self.handler = open_handler(self.view)
-            prepare = self.handler.prepare  # type: ignore[attr-defined]
-            try:
-                inspect.signature(prepare).bind(**init_info)
-            except TypeError as error:
-                wanted = ", ".join(inspect.signature(prepare).parameters)
-                raise ConfigError(
+        handler = self.handler
+        try:
+            inspect.signature(handler.prepare).bind(**init_info)
+        except TypeError as error:
+            wanted = ", ".join(inspect.signature(handler.prepare).parameters)
+            self._answer(
+                ConfigError(
                     f"init_info does not fit: {error}",
                     where="init_weight_transfer_engine",
                     got=", ".join(init_info),
                     wanted=wanted,
-                ) from None
-            reply = prepare(**init_info)
-            if problems := getattr(reply, "problems", None):
-                raise ConfigError.of(problems)
-
-        self._together("prepare", prepare, OUTCOME_DEADLINE_S)
+                )
+            )
+            return
+        handler.prepare(**init_info)
+        if handler.refused is not None:
+            agree.surface(self.view, handler.refused)
 
     def start_weight_update(self) -> None:
         """Nothing to do: a refit is one call."""
@@ -199,35 +207,18 @@ class RefitEngine:
     def finish_weight_update(self) -> None:
         """Nothing to do: a refit is committed when `update_weights` returns."""
 
-    def parse_update_info(self, update_info: Any) -> dict[str, Any]:
-        """This rank's part of `update_info`: the dict itself, or its entry in a list by global worker rank (as 0.32 allows)."""
-        if isinstance(update_info, list):
-            index = self.view.replica * self.view.world_size + self.view.rank
-            if index >= len(update_info):
-                raise ConfigError(
-                    "update_info has too few entries",
-                    where="update_weights",
-                    got=len(update_info),
-                    wanted=f"at least {index + 1}",
-                )
-            update_info = update_info[index]
-        if not isinstance(update_info, dict) or OURS not in update_info:
-            got = ", ".join(map(str, update_info)) if isinstance(update_info, dict) else type(update_info).__name__
-            raise ConfigError(
-                "update_info is not a refit", where="update_weights", got=got, wanted=f"the key {OURS!r}", do="see docs/wire.md"
-            )
+    def parse_update_info(self, update_info: Any) -> Any:
+        """As it is: the receiver reads it, so that all ranks learn what one can't read."""
         return update_info
 
     def update_weights(self, update_info: Any) -> None:
         """One refit. Returns when every rank has committed; otherwise the rank that speaks raises what all ranks found."""
-
-        def update() -> None:
+        try:
             with torch.no_grad():
-                self.handler.update(self.parse_update_info(update_info))
-
-        if self._together("update", update, _deadline(update_info)):
-            guard.clear(self.worker)
-            guard.note_commit(self.worker)
+                self.handler.update(update_info)
+        except Exception as error:  # noqa: BLE001 - what nobody foresaw is said like the rest
+            self.started = False
+            agree.surface(self.view, agree.as_refit_error(error, "update_weights"))
 
     def receive_weights(self, update_info: Any, load_weights: object = None) -> None:
         """One refit, by the name that vLLM's own worker methods use. `load_weights` is not needed: routes write to the
@@ -237,11 +228,9 @@ class RefitEngine:
 
     def shutdown(self) -> None:
         """Give up what is prepared. Never raises: vLLM calls it while it stops."""
-        if hasattr(self.handler, "abort") and not isinstance(self.handler, Unprepared):
-            try:
-                self.handler.abort()
-            except RefitError:
-                return
+        if self._handler is not None:
+            with contextlib.suppress(Exception):
+                self._handler.abort()
 
     def set_weight_update_target(self, model: object, model_config: object) -> None:
         """Draft models are not supported, and vLLM asks `supports_draft_weight_update` first."""
@@ -261,54 +250,25 @@ class RefitEngine:
         entries = update_info if isinstance(update_info, list) else [update_info]
         return any(isinstance(entry, dict) and OURS in entry for entry in entries)
 
-    def _together(self, phase: str, work: Callable[[], None], deadline_s: float) -> bool:
-        """Run `work` on this rank and agree on how it ended everywhere. True if every rank succeeded."""
-        view = self.view
-        agree.begin(view)
-        error: RefitError | None = None
-        try:
-            work()
-        except RefitError as refused:
-            error = refused
-        except Exception as broken:  # noqa: BLE001
-            # every rank must learn of it, also of what nobody foresaw
-            error = RefitError.of(
-                [Problem(f"{type(broken).__name__}: {broken}", phase, do="this is a defect: report it with the engine's log")]
-            )
-            error.__cause__ = broken
-        # also after an error that the ranks agreed on before: one of them may have failed elsewhere and wait here
-        try:
-            agree.agree(view, f"{phase} outcome", None, error, deadline_s)
-        except RefitError as agreed:
-            agreed.__cause__ = error
-            error = agreed
-        if error is None:
-            return True
-        self.started = False
-        if isinstance(error, TornError):
-            guard.mark_torn(self.worker, str(error))
-        agree.surface(view, error)
-        return False
-
     def _answer(self, error: RefitError) -> None:
         """Raise an error that every rank finds by itself, because it depends on the calls so far alone."""
         error.agreed = True  # type: ignore[attr-defined]
         agree.surface(self.view, error)
 
 
-def install(worker: Any, handler: Handler) -> RefitEngine:
-    """Route vLLM's weight-transfer calls on `worker` to `handler`; call again to replace the handler.
+def install(worker: Any, handler: Handler | None = None) -> RefitEngine:
+    """Route vLLM's weight-transfer calls on `worker` to its receiver, or to `handler`. Idempotent.
 
     Works with and without `--weight-transfer-config`; an engine of another backend stays `worker.weight_transfer_engine` and
     keeps its updates. Raises `ConfigError` for an unsupported vLLM.
     """
     engine = seam_of(worker)
-    if engine is not None:
-        engine.handler = handler
-        return engine
-    engine = RefitEngine.of_worker(worker, handler)
-    if worker.weight_transfer_engine is None:
-        worker.weight_transfer_engine = engine
+    if engine is None:
+        engine = RefitEngine.of_worker(worker)
+        if worker.weight_transfer_engine is None:
+            worker.weight_transfer_engine = engine
+    if handler is not None:
+        engine._handler = handler
     return engine
 
 
@@ -333,7 +293,7 @@ def answer_early(worker_class: Any) -> None:
         @functools.wraps(native)
         def first(self: Any, *arguments: Any, _native: Any = native, _name: str = name, **named: Any) -> Any:
             if self.weight_transfer_engine is None and hasattr(type(self), "refit_status"):
-                install(self, Unprepared())
+                install(self)
                 return getattr(self, _name)(*arguments, **named)
             return _native(self, *arguments, **named)
 
@@ -343,12 +303,6 @@ def answer_early(worker_class: Any) -> None:
 
 def _refusal(what: str, do: str) -> SessionError:
     return SessionError(what, where="weight transfer", do=do)
-
-
-def _deadline(update_info: Any) -> float:
-    """Seconds that the ranks may be apart at the end of an update; the sender's own deadline if it gave one."""
-    given = update_info.get("deadline_s") if isinstance(update_info, dict) else None
-    return float(given) if isinstance(given, int | float) and given > 0 else OUTCOME_DEADLINE_S
 
 
 def _making_worker() -> Any:

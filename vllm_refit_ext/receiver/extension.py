@@ -17,13 +17,10 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_refit_ext.core.errors import Problem, RefitError
+from vllm_refit_ext.core.errors import Problem
 from vllm_refit_ext.core.messages import Message, PrepareReply, Status, VerifyReply, to_rpc
-from vllm_refit_ext.receiver import engine
+from vllm_refit_ext.receiver import agree, engine
 from vllm_refit_ext.receiver.session import Receiver
-from vllm_refit_ext.receiver.worker_view import WorkerView
-
-engine.answer_early(Worker)
 
 RpcMethod = Callable[..., dict[str, Any]]
 
@@ -44,8 +41,8 @@ def rpc(reply: Callable[..., Message]) -> Callable[[Callable[..., Message]], Rpc
                 return to_rpc(reply(rank=rank, problems=[Problem(f"wrong arguments: {error}", method.__name__, wanted=wanted)]))
             try:
                 return to_rpc(method(self, *args, **kwargs))
-            except RefitError as error:
-                return to_rpc(reply(rank=rank, problems=error.problems))
+            except Exception as error:  # noqa: BLE001 - every rank answers, whatever it met
+                return to_rpc(reply(rank=rank, problems=agree.as_refit_error(error, method.__name__).problems))
 
         return call
 
@@ -81,12 +78,14 @@ class RefitWorkerExtension:
         return receiver_of(self).verify(digests)
 
 
+RPCS: dict[str, RpcMethod] = {name: rpc for name, rpc in vars(RefitWorkerExtension).items() if not name.startswith("_")}
+"""By name; the backend `refit` puts them on a worker without the extension."""
+
+
 def receiver_of(worker: Any) -> Receiver:
     """The receiver of a vLLM worker, made on first use, with vLLM's own weight-transfer calls directed to it."""
-    view = WorkerView.of_worker(worker)
-    receiver = worker.__dict__.get("_refit_receiver")
-    if not isinstance(receiver, Receiver):
-        receiver = worker._refit_receiver = Receiver(view)
-        engine.install(worker, receiver)
-    receiver.view = view
-    return receiver
+    receiver: Any = engine.install(worker).handler
+    return receiver  # type: ignore[no-any-return]
+
+
+engine.answer_early(Worker)

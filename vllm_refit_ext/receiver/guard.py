@@ -18,11 +18,13 @@ from vllm_refit_ext.core.errors import TornError
 DO = "run a full refit; generation is refused until one succeeds"
 
 
-class WorkerMark(msgspec.Struct, frozen=True):
-    """What a worker tells the engine process. `torn`: why, or empty. `commits`: refits committed so far in this worker."""
+class WorkerMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker tells the engine process. `torn`: why, or empty. `commits`: refits committed so far in this worker. `nonce`:
+    that of the question, so that no other reply can be taken for this one."""
 
-    torn: str = ""
-    commits: int = 0
+    torn: str
+    commits: int
+    nonce: str
 
 
 def mark_torn(worker: Any, reason: str) -> None:
@@ -44,18 +46,16 @@ def mark_torn(worker: Any, reason: str) -> None:
     worker.execute_model = refuse
 
 
-def clear(worker: Any) -> None:
-    """Take the mark off: the weights are one version again."""
+def commit(worker: Any) -> None:
+    """Count a committed refit, which tells the engine process that its caches are old, and take the mark off.
+
+    Part of the commit itself: whatever fails after it, the engine process learns that the weights are new.
+    """
+    worker._refit_commits = getattr(worker, "_refit_commits", 0) + 1
     worker._refit_torn = ""
     worker.__dict__.pop("execute_model", None)
 
 
-def note_commit(worker: Any) -> None:
-    """Count a committed refit, which tells the engine process that its caches are old."""
-    worker._refit_commits = getattr(worker, "_refit_commits", 0) + 1
-
-
 def report(worker: Any, nonce: str = "") -> dict[str, Any]:
     """The worker's mark as plain values. Sent to every worker by the engine process, so it takes vLLM's wrapper too."""
-    mark = {"torn": getattr(worker, "_refit_torn", ""), "commits": getattr(worker, "_refit_commits", 0)}
-    return mark | {"nonce": nonce} if nonce else mark
+    return {"torn": getattr(worker, "_refit_torn", ""), "commits": getattr(worker, "_refit_commits", 0), "nonce": nonce}

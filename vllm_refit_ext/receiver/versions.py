@@ -14,6 +14,7 @@ import inspect
 from dataclasses import dataclass
 
 from vllm_refit_ext.core.errors import ConfigError, Problem
+from vllm_refit_ext.receiver import core_hook
 
 TESTED = ("0.24", "0.32", "0.33")
 WANTED = "vLLM 0.24.x, 0.32.x or 0.33.x (0.25 to 0.31 where their signatures equal one of these)"
@@ -77,10 +78,7 @@ def choose(version: str, engine: tuple[str, ...], start: tuple[str, ...], missin
             ", ".join(start) or "no parameters",
             "is_checkpoint_format; or no parameters",
         ),
-        *(
-            Problem("a name that a reload needs is gone", f"vllm.model_executor.model_loader.reload.layerwise.{name}")
-            for name in missing
-        ),
+        *(Problem("a name that a refit needs is gone", name) for name in missing),
     ]
     raise ConfigError.of(problems, "this vLLM does not fit the refit extension")
 
@@ -95,13 +93,15 @@ def adapter() -> Adapter:
         import vllm
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
         from vllm.model_executor.model_loader.reload import layerwise
+        from vllm.v1.engine import core
         from vllm.v1.worker.gpu_worker import Worker
     except ImportError as error:
         raise ConfigError(
             "vLLM's weight transfer can't be imported", where="vllm", got=error, wanted=WANTED, do="install a supported vLLM"
         ) from error
     start = getattr(Worker, "start_weight_update", None)
-    missing = [name for name in _RELOAD if not hasattr(layerwise, name)]
+    missing = [f"{layerwise.__name__}.{name}" for name in _RELOAD if not hasattr(layerwise, name)]
+    missing += [f"{core.__name__}.{name}" for name in core_hook.lacking(core)]
     return choose(
         str(getattr(vllm, "__version__", "")),
         parameters(WeightTransferEngine.__init__),

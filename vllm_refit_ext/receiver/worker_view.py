@@ -6,10 +6,13 @@ receiver touches the worker object.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+_SERIALS = itertools.count()
 
 
 @dataclass
@@ -18,8 +21,8 @@ class WorkerView:
 
     `model`: the served module (with LoRA wrappers if there are any). `rank`, `world_size`: within one engine replica
     (tensor x pipeline parallel), not across data parallel replicas. `replica`: the data parallel index. `executor`: vLLM's
-    name for how ranks are run ("mp", "uni", "ray", "external_launcher", or a class name). `rounds`: RPCs entered so far
-    (see `agree.begin`).
+    name for how ranks are run ("mp", "uni", "ray", "external_launcher", or a class name). `serial`: number of this engine among
+    those of this process, in the order of their first calls. `exchange`: see `agree`.
     """
 
     model: torch.nn.Module
@@ -31,7 +34,7 @@ class WorkerView:
     executor: str = "uni"
     worker: Any = None
     model_runner: Any = None
-    rounds: int = 0
+    serial: int = 0
     exchange: Any = field(default=None, repr=False)
 
     @property
@@ -64,6 +67,8 @@ class WorkerView:
             model_runner=worker.model_runner,
         )
         if isinstance(view, cls):
-            fresh.rounds, fresh.exchange = view.rounds, view.exchange
+            fresh.serial, fresh.exchange = view.serial, view.exchange
+        else:
+            fresh.serial = next(_SERIALS)
         worker._refit_view = fresh
         return fresh

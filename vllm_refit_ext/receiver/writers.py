@@ -76,9 +76,10 @@ class ReloadWriter:
         """plan: this rank's moves. reload: the engine's reload, called with (name, tensor) pairs and all their names. device:
         where the tensors are made."""
         self.plan = plan.select(plan.into(lambda buffer: buffer.layout.startswith(CHECKPOINT)))
-        self._reload, self._device = reload, device
+        self._reload, self._device = reload, torch.device(device)
         self._scales = ScaleMoves(self.plan)
-        self.staged: Callable[[int, torch.Tensor], None] | None = None
+        self.note: Callable[[int, torch.Tensor], None] | None = None
+        """Called with the move and the box of all that is handed over, if somebody wants to see it."""
 
     def write(self, reader: Memory) -> None:
         """Fill and reload."""
@@ -103,10 +104,10 @@ class ReloadWriter:
             target = int(self.plan.target[moves[0]])
             buffer = self.plan.targets[target]
             tensor = self._filled(moves, buffer, reader)
-            if self._goes_with_codes(target):
-                continue
-            ends_as = dequantised_to(buffer.layout)
-            yield buffer.name, self._dequantised(moves, tensor, buffer, reader) if ends_as else tensor
+            if dequantised_to(buffer.layout) and not self._goes_with_codes(target):
+                tensor = self._dequantised(moves, tensor, buffer, reader)
+            if not self._goes_with_codes(target):
+                yield buffer.name, tensor
 
     def _filled(self, moves: list[int], buffer: Buffer, reader: Memory) -> torch.Tensor:
         tensor = torch.zeros(
@@ -117,8 +118,9 @@ class ReloadWriter:
         for move in moves:
             box = target_view(self.plan, move, memory)
             box.copy_(source_view(self.plan, move, reader))
-            if self.staged is not None:
-                self.staged(move, box)
+            wait_for(self._device)  # the next move's source may come to lie where this one's was
+            if self.note is not None:
+                self.note(move, box)
         return tensor
 
     def _dequantised(self, moves: list[int], codes: torch.Tensor, buffer: Buffer, reader: Memory) -> torch.Tensor:
@@ -138,3 +140,9 @@ class ReloadWriter:
             )
             place.copy_(dequantise(box, scales, axis, int(self.plan.lo[move, axis]) % BLOCK, values.dtype))
         return values
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for what runs on the current stream of `device`."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -44,9 +44,10 @@ class SenderConfig(Settings, frozen=True):
     of older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end, and each call of an
     engine in `prepare` and `verify`. resident: the trainer's memory is never freed between refits, so engines may keep it mapped.
     prequantize: quantise in the trainer what engines hold as MXFP8, and the checkpoint names in `quantise` beside. sample: moves
-    that every engine rank recomputes by the reference before each commit. keep: what every engine keeps as it is and need not be
-    offered (a frozen vision tower), by name or glob of engine parameters or checkpoint tensors. bucket_bytes: most payload of a
-    message on the wires that stage, `ring` and `collective`.
+    that every engine rank recomputes by the reference before each commit. hash_reloaded: engines hash what goes through vLLM's
+    own reload, which `verify` needs to compare such tensors; a refit pays a pass over their bytes on the host. keep: what every
+    engine keeps as it is and need not be offered (a frozen vision tower), by name or glob of engine parameters or checkpoint
+    tensors. bucket_bytes: most payload of a message on the wires that stage, `ring` and `collective`.
     """
 
     wire: WireName = "shm"
@@ -57,6 +58,7 @@ class SenderConfig(Settings, frozen=True):
     prequantize: bool = False
     quantise: tuple[str, ...] = ()
     sample: int = 0
+    hash_reloaded: bool = False
     keep: tuple[str, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
 

@@ -236,6 +236,7 @@ class RefitSender:
                 deadline_s=self.config.deadline_s,
                 caches=self.config.caches,
                 sample=self.config.sample,
+                hash_reloaded=self.config.hash_reloaded,
                 **field,
             )
             for engine in self._ready("refit").engines

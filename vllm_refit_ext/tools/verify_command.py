@@ -93,7 +93,7 @@ def _against_checkpoint(engine: EngineState) -> list[Problem]:
             found.append(Problem(what, where, do="run a full refit, or name the checkpoint that it serves"))
         if unread:
             what = f"{len(unread)} tensor(s) can't be read back from the engine's layout, the first is {unread[0]!r}"
-            do = "refit it once: then digests of what was handed to the engine's own reload are kept"
+            do = "refit it with SenderConfig(hash_reloaded=True): then what is handed to vLLM's own reload is hashed"
             found.append(Problem(what, where, do=do))
     return found
 

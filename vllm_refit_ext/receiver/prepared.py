@@ -1,0 +1,190 @@
+"""What `prepare` makes on one engine rank and `update` executes: targets, plan, digest, writers.
+
+Everything that depends on the manifest alone is done here, once; a refit runs what it finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_refit_ext.core.coded import DEQUANTISED
+from vllm_refit_ext.core.errors import ManifestError, PlanError, Problem
+from vllm_refit_ext.core.manifest import Manifest, parse_state_dict_info, whole_tensors
+from vllm_refit_ext.core.messages import PrepareReply
+from vllm_refit_ext.core.placement import Placements
+from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.core.sites import distances, this_site
+from vllm_refit_ext.core.table import pack_placements
+from vllm_refit_ext.receiver.derived import Derived
+from vllm_refit_ext.receiver.fp8 import parse_fp8_config
+from vllm_refit_ext.receiver.held_digests import HeldDigests
+from vllm_refit_ext.receiver.keep import patterns_of
+from vllm_refit_ext.receiver.kernel_moves import KernelMoves, kernel_moves
+from vllm_refit_ext.receiver.kernel_writer import KernelWriter
+from vllm_refit_ext.receiver.peak import reload_bytes
+from vllm_refit_ext.receiver.targets import Targets, build_targets, record
+from vllm_refit_ext.receiver.versions import adapter
+from vllm_refit_ext.receiver.worker_view import WorkerView
+from vllm_refit_ext.receiver.writers import InPlaceWriter, Reload, ReloadWriter
+
+
+class Prepared(msgspec.Struct):
+    """One rank's share of a plan, proved complete, with what executes it.
+
+    received: bytes by source rank as text. extra_bytes: peak memory beyond the model.
+    certain_bytes: what of it a reload surely needs. signature: of the live tensors; a refit
+    refuses when they are others by then.
+    """
+
+    view: WorkerView
+    manifest: Manifest
+    targets: Targets
+    plan: Plan
+    digest: str
+    in_place: InPlaceWriter | KernelWriter
+    reload: ReloadWriter
+    signature: tuple[Any, ...]
+    derived: Derived
+    received: dict[str, int]
+    extra_bytes: int
+    certain_bytes: int
+    in_place_of: dict[Plan, InPlaceWriter | KernelWriter] = {}
+    reload_of: dict[Plan, ReloadWriter] = {}
+    """Writers of plans that a staged reader keeps from refit to refit."""
+    digests: HeldDigests | None = None
+    """What `verify` launches, once it was asked for."""
+
+    def launches(self) -> int:
+        """Kernels of all tables that have been built for this plan."""
+        return sum(w.launches for w in (self.in_place, *self.in_place_of.values()) if isinstance(w, KernelWriter))
+
+    def in_place_writer(self, plan: Plan) -> InPlaceWriter | KernelWriter:
+        """The writer of the moves of `plan` that go straight into live memory; made once for each plan."""
+        if plan is self.plan:
+            return self.in_place
+        if plan not in self.in_place_of:
+            self.in_place_of[plan] = writer_for(plan, self.targets, self.view)
+        return self.in_place_of[plan]
+
+    def reload_writer(self, plan: Plan, reload: Reload) -> ReloadWriter:
+        """The writer of the moves of `plan` that take the engine's reload; made once for each plan."""
+        if plan is self.plan:
+            return self.reload
+        if plan not in self.reload_of:
+            self.reload_of[plan] = ReloadWriter(plan, reload, self.view.device)
+        return self.reload_of[plan]
+
+
+def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, reload: Reload) -> tuple[Prepared, PrepareReply]:
+    """Read what was offered, find this rank's targets, build and prove its share of the plan.
+
+    info, fp8_config, keep: as the RPC `prepare_refit_info` takes them. reload: the engine's own reload, see `ReloadWriter`.
+    Raises a RefitError with every problem.
+    """
+    clock = Clock()
+    fp8, patterns = parse_fp8_config(fp8_config), patterns_of(keep)
+    offer = parse_state_dict_info(info)
+    manifest = offer.manifest
+    coded = [name for name, spec in manifest.tensors.items() if spec.format == "mxfp8"]
+    if coded and not fp8.prequantize:
+        do = "pass fp8_config {'prequantize': true}"
+        raise ManifestError.of([Problem("it travels as MXFP8, which was not negotiated", f"tensor {n!r}", do=do) for n in coded])
+    sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
+    rank = offer.first_rank + view.rank
+    targets, plan, made = _plan(view, manifest, sources, rank, patterns, distances(offer.sites, {rank: this_site()}), clock)
+    derived = Derived(view, targets.written())
+    reloading = reload_bytes(view, targets)
+    prepared = Prepared(
+        view,
+        manifest,
+        targets,
+        plan,
+        plan.digest(targets.rank),
+        writer_for(plan, targets, view, made),
+        ReloadWriter(plan, reload, view.device),
+        targets.signature(view),
+        derived,
+        {str(e.source): e.nbytes for e in plan.edges()},
+        reloading.most + derived.extra_bytes,
+        reloading.certain,
+    )
+    reply = PrepareReply(
+        rank=view.rank,
+        engine=f"vllm {adapter().version}",
+        targets=pack_placements(targets.placements),
+        digest=prepared.digest,
+        dropped=targets.dropped,
+        reload=targets.reload,
+        kept=targets.kept,
+        casts=targets.casts,
+        quantise=targets.quantise if fp8.prequantize else [],
+        layouts=targets.layouts(),
+        extra_bytes=prepared.extra_bytes,
+        wire_bytes=int(plan.nbytes.sum()),
+        site=this_site(),
+        seconds=clock.seconds,
+    )
+    return prepared, reply
+
+
+def _plan(
+    view: WorkerView,
+    manifest: Manifest,
+    sources: Placements,
+    rank: int,
+    keep: tuple[str, ...],
+    distance: NDArray[np.int8],
+    clock: Clock,
+) -> tuple[Targets, Plan, KernelMoves]:
+    """Targets, plan and what a table executes of it. distance: as `build_plan` takes it, with no rows where nobody told the
+    trainer's sites.
+
+    A tensor that the trainer cuts through a block of MXFP8 takes the reload, which the cut does not trouble.
+    """
+    with clock("routes"):
+        recording = record(view, manifest, rank)
+    refused: dict[str, str] = {}
+    while True:
+        with clock("targets"):
+            targets = build_targets(view, manifest, rank, recording, refused, keep)
+        problems = list(targets.problems)
+        with clock("plan"):
+            try:
+                plan = build_plan(manifest, sources, targets.placements, distance if len(distance) else None)
+            except PlanError as error:
+                problems += error.problems
+            if problems:
+                raise PlanError.of(problems)
+            made = kernel_moves(plan, targets.held)
+        if not made.unfit:
+            return targets, plan, made
+        refused |= {name: str(error) for name, error in made.unfit.items()}
+
+
+def writer_for(plan: Plan, targets: Targets, view: WorkerView, made: KernelMoves | None = None) -> InPlaceWriter | KernelWriter:
+    """Tables of kernels on a GPU and wherever MXFP8 is involved; plain copies on a CPU. made: as `KernelWriter` takes it."""
+    if view.device.type == "cuda" or targets.held or any(b.layout.startswith(DEQUANTISED) for b in plan.targets):
+        return KernelWriter(plan, targets.params, targets.held, view.device, made)
+    return InPlaceWriter(plan, targets.params)
+
+
+class Clock:
+    """Seconds by phase. A phase that is entered again adds up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
