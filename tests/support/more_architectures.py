@@ -48,7 +48,7 @@ MIMO = {
 }
 MINIMAX = {
     "rotary_dim": 32,
-    "scoring_func": "sqrtsoftplus",
+    "scoring_func": "softmax",
     "use_routing_bias": True,
 }  # of those with a bias the one that a CPU runs
 
