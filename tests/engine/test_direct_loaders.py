@@ -1,7 +1,7 @@
-"""vLLM's loaders that copy into a parameter themselves, of models that CPUs don't run too: their routes and their reload.
+"""vLLM's loaders that copy into a parameter themselves, of models that no CPU engine runs: their routes and their reload.
 
-Ling's linear attention and Pangu's static sinks need kernels of a GPU. MiMo's sinks and MiniMax's router bias are loaded in the
-same way and refitted on real engines (`test_refit_architectures`).
+Ling's linear attention, Pangu's static sinks and MiniMax's biased router need kernels of a GPU. MiMo's sinks are loaded in
+the same way and refitted on real engines (`test_refit_architectures`).
 """
 
 from __future__ import annotations

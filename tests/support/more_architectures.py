@@ -48,7 +48,7 @@ MIMO = {
 }
 MINIMAX = {
     "rotary_dim": 32,
-    "scoring_func": "softmax",
+    "scoring_func": "sqrtsoftplus",
     "use_routing_bias": True,
 }  # of those with a bias the one that a CPU runs
 
