@@ -12,6 +12,7 @@ import base64
 import concurrent.futures
 import http.client
 import json
+import secrets
 import sys
 import threading
 import time
@@ -38,8 +39,10 @@ from vllm_refit_ext.core.errors import (
 from vllm_refit_ext.core.manifest import parse_manifest
 from vllm_refit_ext.core.messages import (
     DEADLINE_S,
+    CachePolicy,
     PrepareReply,
     Status,
+    TakeReply,
     UpdateInfo,
     UpdateReport,
     VerifyReply,
@@ -56,7 +59,7 @@ PIECE = 1 << 16
 """Bytes of an HTTP answer that are read at a time."""
 
 T = TypeVar("T")
-M = TypeVar("M", PrepareReply, Status, VerifyReply)
+M = TypeVar("M", PrepareReply, Status, TakeReply, VerifyReply)
 
 
 class EngineClient(ABC):
@@ -135,6 +138,41 @@ class EngineClient(ABC):
     def status(self, deadline_s: float = DEADLINE_S) -> list[Status]:
         """`refit_status` of all ranks."""
         return self._ask(Status, "refit_status", (), deadline_s)
+
+    def take(
+        self, version: str = "latest", registry: str = "", deadline_s: float = DEADLINE_S, caches: CachePolicy = "reset"
+    ) -> list[TakeReply]:
+        """`refit_take` on all ranks: the engine takes a published version by itself, or says that it serves the newest.
+
+        version: a name, or `latest`. registry: its address, as the sender's `registry` says; empty for the last one.
+        Raises SessionError where a rank could not.
+        """
+        call = (version, registry, deadline_s, caches, secrets.token_hex(8))
+        replies = self._ask(TakeReply, "refit_take", call, deadline_s + LATE_S)
+        raise_problems(replies, SessionError)
+        return replies
+
+    def follow(
+        self,
+        registry: str,
+        interval_s: float = 1.0,
+        caches: CachePolicy = "reset",
+        take_s: float = DEADLINE_S,
+        deadline_s: float = DEADLINE_S,
+    ) -> list[Status]:
+        """`refit_follow` on all ranks: from now on the engine looks into the registry every `interval_s` seconds and takes what
+        is new between two steps, each within `take_s` seconds. An empty registry ends it.
+
+        Raises SessionError where the engine does not follow.
+        """
+        replies = self._ask(Status, "refit_follow", (registry, interval_s, caches, take_s), deadline_s)
+        if bool(registry) != all(s.following for s in replies):
+            do = "leave the plugin `refit` on in the engine's process (see VLLM_PLUGINS)"
+            got = "; ".join(sorted({str(p) for s in replies for p in s.problems})) or replies[0].following
+            raise SessionError(
+                "the engine does not follow" if registry else "the engine follows", where="refit_follow", got=got, do=do
+            )
+        return replies
 
     def abort(self, deadline_s: float = DEADLINE_S) -> list[Status]:
         """`refit_abort` on all ranks."""
@@ -272,7 +310,9 @@ class FunctionClient(EngineClient):
         return _translated(method, timeout_s, lambda: list(self._function(method, args, timeout_s)))
 
 
-def raise_problems(replies: Sequence[PrepareReply] | Sequence[VerifyReply], kind: type[RefitError] = PlanError) -> None:
+def raise_problems(
+    replies: Sequence[PrepareReply] | Sequence[TakeReply] | Sequence[VerifyReply], kind: type[RefitError] = PlanError
+) -> None:
     """Raise one error with the problems of all ranks; a problem that several ranks have is told once, with their numbers."""
     ranks: dict[Problem, list[int]] = {}
     for reply in replies:

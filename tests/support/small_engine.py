@@ -5,19 +5,23 @@ It stands where a test is about the sender: several engines at once, and engines
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_refit_ext.client import FunctionClient
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.manifest import TensorSpec, parse_state_dict_info, whole_tensors
 from vllm_refit_ext.core.messages import PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc, to_rpc
+from vllm_refit_ext.core.part import names_in, part_of
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.table import pack_placements
+from vllm_refit_ext.receiver.take import Leased, Versions, check_read, offer_of, pack_targets, reading
 from vllm_refit_ext.wires import release, wire
 from vllm_refit_ext.wires.boxes import as_bytes, source_view, sum_by_tensor, target_view
 
@@ -56,7 +60,8 @@ class SmallEngine(FunctionClient):
         update = from_rpc(UpdateInfo, raw, "update_weights")
         assert self._plan is not None
         try:
-            reader = wire(update.wire).open_reader(update, self._plan, self._kept)
+            whole = part_of(self._plan, names_in(self._plan.manifest, update.part)) if update.part else self._plan
+            reader = wire(update.wire).open_reader(update, whole, self._kept)
             reader.start(time.monotonic() + update.deadline_s)
             for plan in reader.steps:
                 for move in range(len(plan)):
@@ -81,6 +86,68 @@ class SmallEngine(FunctionClient):
     def close(self) -> None:
         """Let go of the wire."""
         release(self._kept)
+
+
+class SmallTaker:
+    """An engine of one rank that takes published versions by itself. before_commit: run when all is read. without: a tensor that
+    it has no place for."""
+
+    def __init__(self, registry: str, without: str = "") -> None:
+        self.versions, self._without = Versions(registry), without
+        self.before_commit: Callable[[], None] = lambda: None
+        self.held: dict[str, torch.Tensor] = {}
+        self.version, self.prepared = "", 0
+        self.revoked: list[str] = []
+        self._epoch, self._offer = "", ""
+        self._plan: Plan | None = None
+        self._kept: dict[str, Any] = {}
+
+    def take(self, version: str = "latest", deadline_s: float = 20.0) -> str | None:
+        """The version that was taken, or None. Either all of it is held afterwards, or what was held before."""
+        deadline = time.monotonic() + deadline_s
+        leased = self.versions.lease(version, self._epoch, deadline)
+        if leased is None:
+            return None
+        with reading(self.versions, leased) as check:
+            update, _ = leased.update(deadline_s, "reset")
+            if leased.entry.offer != self._offer:
+                self._prepare(leased, deadline)
+            assert self._plan is not None
+            plan, fresh = self._plan, {n: torch.zeros_like(t) for n, t in self.held.items()}
+            if update.part:
+                plan = part_of(plan, names_in(plan.manifest, update.part))
+                fresh = {n: t.clone() for n, t in self.held.items()}
+            reader = wire(update.wire).open_reader(update, plan, self._kept)
+            for move in range(len(plan)):
+                into = target_view(plan, move, as_bytes(fresh[plan.targets[int(plan.target[move])].name]))
+                into.copy_(source_view(plan, move, reader))
+            self.before_commit()
+            check()
+            reader.confirm()
+            reader.close()
+            self.held, self.version, self._epoch = fresh, update.version, leased.entry.epoch
+        return self.version
+
+    def _prepare(self, leased: Leased, deadline: float) -> None:
+        offer = parse_state_dict_info(offer_of(leased.entry, deadline))
+        assert offer.sources is not None
+        whole = whole_tensors(offer.manifest)
+        if self._without:
+            keep = np.array([whole.names[i] != self._without for i in whole.tensor])
+            whole = whole.select(keep)
+        check_read(offer.manifest, [pack_targets(whole, [])], [])
+        self._plan, self._offer = build_plan(offer.manifest, offer.sources, whole), leased.entry.offer
+        self.held = {n: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for n, s in offer.manifest.tensors.items()}
+        self.prepared += 1
+
+    @contextlib.contextmanager
+    def leased(self) -> Iterator[SmallTaker]:
+        """Hold a lease on the latest version, and do nothing with it."""
+        leased = self.versions.lease("latest", "", time.monotonic() + 20.0)
+        assert leased is not None
+        with reading(self.versions, leased) as check:
+            self.check = check
+            yield self
 
 
 class PlainSource:

@@ -227,6 +227,7 @@ BAD = {
     "wire": ["carrier pigeon", "", None],
     "caches": ["forget", None],
     "bucket_bytes": [0, 1023, -1, 2.5, True],
+    "registry_port": [-1, 65536, 1.5, "80"],
     "sample": [-1, 1.5, True],
     "unused": ["name", [1], None],
     "keep": ["name", [1], None],

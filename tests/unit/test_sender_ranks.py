@@ -53,7 +53,7 @@ if fault == "digest":
 if fault == "open" and rank == 1:
     opened = module.Prepared
     import vllm_refit_ext.sender.sender as inner
-    inner.Prepared = lambda *args: 1 / 0
+    inner.Prepared = lambda *args, **named: 1 / 0
 if fault == "describe" and rank == 1:
     source = None
 Rows.broken = True

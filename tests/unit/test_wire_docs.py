@@ -13,9 +13,11 @@ from vllm_refit_ext.core.messages import (
     CollectiveInfo,
     Message,
     PrepareReply,
+    Published,
     RingInfo,
     ShmInfo,
     Status,
+    TakeReply,
     UpdateInfo,
     UpdateReport,
 )
@@ -57,7 +59,7 @@ def test_the_table_of_an_update_is_the_struct() -> None:
 
 def test_every_field_of_the_other_messages_is_named() -> None:
     words = set(re.findall(r"\w+", TEXT))
-    for kind in (ShmInfo, RingInfo, Status, manifest.Offer, manifest.TensorSpec):
+    for kind in (ShmInfo, RingInfo, Status, TakeReply, Published, manifest.Offer, manifest.TensorSpec):
         assert fields(kind) <= words, kind
 
 

@@ -179,8 +179,8 @@ class UpdateInfo(Envelope, frozen=True, kw_only=True):
     did not plan. deadline_s: seconds from the start of the call within which every wait must end. caches: see `CachePolicy`.
     sample: moves that each rank recomputes by the reference and compares before the commit, drawn anew for each session.
     hash_reloaded: take digests of what goes through the engine's own reload, which can't be read back, so that `refit_verify` can
-    compare it; costs a pass over these bytes on the host. checksum: of all other fields, made by `to_rpc`; empty in a message
-    that was written by hand.
+    compare it; costs a pass over these bytes on the host. part: names or globs of the checkpoint tensors that travel, see
+    `core.part`; empty for all. checksum: of all other fields, made by `to_rpc`; empty in a message that was written by hand.
     """
 
     wire: WireName
@@ -191,11 +191,22 @@ class UpdateInfo(Envelope, frozen=True, kw_only=True):
     caches: CachePolicy = "reset"
     sample: Count = 0
     hash_reloaded: bool = False
+    part: list[str] = []
     checksum: str = ""
     shm: ShmInfo | None = None
     ipc: IpcInfo | None = None
     ring: RingInfo | None = None
     collective: CollectiveInfo | None = None
+
+
+class Published(Envelope, frozen=True, kw_only=True):
+    """What an engine is told of a version that it takes, as a document of its publisher (msgpack). update: all but the session,
+    the deadline and the policy for caches, which are the engine's own. unused: offered tensors that nobody need read. keep: as
+    `prepare_refit_info` takes it."""
+
+    update: UpdateInfo
+    unused: list[str] = []
+    keep: list[str] = []
 
 
 class UpdateReport(Message, frozen=True, kw_only=True):
@@ -217,8 +228,26 @@ class UpdateReport(Message, frozen=True, kw_only=True):
     kept: list[str] = []
 
 
+class TakeReply(Envelope, frozen=True, kw_only=True):
+    """What one engine rank answers to `refit_take`. problems: why nothing was taken. taken: whether a version was; where the
+    newest is served already, or nothing is published, it is not. version, epoch: what is served now, and its publication.
+    seconds: by phase: `find` (registry and lease), `prepare` where the offer was new, and those of the refit."""
+
+    rank: int
+    problems: list[Problem] = []
+    taken: bool = False
+    version: str = ""
+    epoch: str = ""
+    seconds: dict[str, float] = {}
+
+
 class Status(Envelope, frozen=True, kw_only=True):
-    """State of one engine rank. state: unprepared, ready, receiving, torn. version: the weights that it serves."""
+    """State of one engine rank. state: unprepared, ready, receiving, torn. version: the weights that it serves. since: when they
+    were committed, in seconds since 1970 on that host. epoch: of their publication, where the engine took them. parts: where
+    partial refits mixed versions, the version of each pattern, later ones over earlier ones; `*` is the last full one.
+    following: the registry that the engine follows, how often it looks, and what keeps it from taking. skipped: versions that it
+    saw there and did not take, the last ones.
+    """
 
     rank: int
     state: str = "unprepared"
@@ -227,6 +256,11 @@ class Status(Envelope, frozen=True, kw_only=True):
     problems: list[Problem] = []
     last: UpdateReport | None = None
     caches: str = ""
+    since: float = 0.0
+    epoch: str = ""
+    parts: dict[str, str] = {}
+    following: str = ""
+    skipped: list[str] = []
 
 
 class VerifyReply(Envelope, frozen=True, kw_only=True):

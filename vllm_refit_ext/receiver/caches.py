@@ -43,12 +43,20 @@ def refit_of(update_info: Any) -> Refit | None:
     ours = [entry for entry in entries if isinstance(entry, dict) and "wire" in entry]
     if not ours:
         return None
-    policy = ours[0].get("caches", POLICIES[0])
-    if policy not in POLICIES:
-        raise ConfigError(
-            "unknown policy for caches", where="update_weights, caches", got=repr(policy), wanted=", ".join(POLICIES)
-        )
+    policy = known(ours[0].get("caches", POLICIES[0]), "update_weights, caches")
     return Refit(policy, str(ours[0].get("session", "")))
+
+
+def refit_of_take(caches: Any = POLICIES[0], session: Any = "", **_: Any) -> Refit:
+    """What the arguments of `refit_take` ask for. Raises `ConfigError`."""
+    return Refit(known(caches, "refit_take, caches"), str(session))
+
+
+def known(policy: object, where: str) -> str:
+    """The policy. Raises `ConfigError` for one that is none."""
+    if policy not in POLICIES:
+        raise ConfigError("unknown policy for caches", where=where, got=repr(policy)[:80], wanted=", ".join(POLICIES))
+    return str(policy)
 
 
 def check(core: Any, policy: str) -> None:

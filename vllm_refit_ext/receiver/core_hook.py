@@ -8,7 +8,9 @@ The plugin wraps methods of vLLM's `EngineCore`, in whatever process it lives (i
   refit was committed since they were last asked, its cache policy is applied, once. `refit_status` replies get the result.
 - `preprocess_add_request` and `add_request`: after a refit that let requests go on, a new one gets a salt that keeps it from
   their blocks (`caches`). While torn, a request is answered at once with an error that says why and what to do.
-- `step`, `step_with_batch_queue`: hands those answers over, and runs nothing while a worker can't be asked what it holds.
+- `_handle_client_request`: the message that wakes an idle engine which follows a registry (`follow`) is ours.
+- `step`, `step_with_batch_queue`: takes what the engine follows, hands those answers over, and runs nothing while a worker can't
+  be asked what it holds.
 
 vLLM has no field for such a text in 0.24 and 0.32, so it travels as the `stop_reason` of an output with finish reason
 "error", behind `MARK`; the front's half (`front`) turns it into an exception. A front without the plugin shows vLLM's own
@@ -34,6 +36,7 @@ import msgspec
 
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, RefitError, SessionError
 from vllm_refit_ext.receiver import caches, guard
+from vllm_refit_ext.receiver.follow import WAKE, Follower
 
 MARK = "refit-torn: "
 REALIGN_S = 60.0
@@ -47,6 +50,12 @@ WATCHED = (
     "finish_weight_update",
     "reload_weights",
 )
+PARAMETERS = {
+    "update_weights": ("update_info",),
+    "refit_take": ("version", "registry", "deadline_s", "caches", "session"),
+    "refit_follow": ("registry", "interval_s", "caches", "deadline_s"),
+}
+"""Of the calls whose arguments are read here; they may come by position."""
 STEPS = ("step", "step_with_batch_queue")
 METHODS = ("collective_rpc", "preprocess_add_request", "add_request", "reset_prefix_cache", "reset_encoder_cache", *STEPS)
 ATTRIBUTES = (("EngineCore", "request_block_hasher"), ("Request", "cache_salt"), ("Request", "block_hashes"))
@@ -63,6 +72,7 @@ class CoreGuard:
         self.refit = caches.Refit()
         self.caches = ""
         self.astray = False
+        self.follower: Follower | None = None
         self.pending: dict[int, list[Any]] = defaultdict(list)
 
     def call(
@@ -74,8 +84,12 @@ class CoreGuard:
             if self.astray:
                 do = "see whether a worker is stopped or dead; call again when it goes on"
                 raise DeadlineError("this engine's workers can't be called", where=str(method), got=self.torn, do=do)
-        if method == "update_weights":
-            refit = caches.refit_of(arguments[0] if arguments else (named or {}).get("update_info"))
+        named_all = dict(zip(PARAMETERS.get(str(method), ()), arguments, strict=False)) | (named or {})
+        if method == "refit_follow":
+            self.follow(named_all)
+        if method in ("update_weights", "refit_take"):
+            take = method == "refit_take"
+            refit = caches.refit_of_take(**named_all) if take else caches.refit_of(named_all.get("update_info"))
             if refit is not None:
                 if not self.torn:
                     caches.check(self.core, refit.policy)
@@ -87,11 +101,21 @@ class CoreGuard:
                 self.learn(realign=True, blame=f"{method} failed: {error}")
             raise
         self.learn()
-        if method == "refit_status":
+        if method in ("refit_status", "refit_follow"):
             for reply in replies:
                 if isinstance(reply, dict):
                     reply["caches"] = self.caches
+                    if self.follower is not None:
+                        reply |= {"following": self.follower.said(), "skipped": self.follower.skipped}
         return replies
+
+    def follow(self, arguments: dict[str, Any]) -> None:
+        """Follow a registry from now on, or none. arguments: of `refit_follow`. Raises `ConfigError`."""
+        known = {name: value for name, value in arguments.items() if name in PARAMETERS["refit_follow"]}
+        follower = Follower(self.core, **known) if known.get("registry") else None
+        if self.follower is not None:
+            self.follower.stop()
+        self.follower = follower
 
     def learn(self, realign: bool = False, blame: str = "") -> None:
         """Ask every worker for its mark, and act on the answers: end requests where one is torn, reset caches after a commit.
@@ -152,6 +176,8 @@ class CoreGuard:
         """In place of the engine's step: hand refusals over, and run nothing while the workers' replies are out of order."""
         from vllm.v1.engine import EngineCoreOutputs
 
+        if self.follower is not None:
+            self.follower.take()
         if not self.pending:
             if not self.astray:
                 return native(self.core)  # type: ignore[no-any-return]
@@ -204,7 +230,8 @@ def ask_workers(executor: Any, realign: bool) -> list[guard.WorkerMark]:
 
 def lacking(module: Any) -> list[str]:
     """Names that the guard needs and vLLM's `v1.engine.core` module has not."""
-    return [f"EngineCore.{name}" for name in METHODS if not callable(getattr(module.EngineCore, name, None))] + [
+    methods = [("EngineCore", name) for name in METHODS] + [("EngineCoreProc", "_handle_client_request")]
+    return [f"{owner}.{name}" for owner, name in methods if not callable(getattr(getattr(module, owner, None), name, None))] + [
         f"{owner}.{name}"
         for owner, name in ATTRIBUTES
         if name not in inspect.unwrap(getattr(module, owner).__init__).__code__.co_names
@@ -243,6 +270,17 @@ def wrap(module: Any) -> None:
         request.cache_salt = caches.salted(self, request.cache_salt)
         return native_make(self, request)
 
+    native_handle = module.EngineCoreProc._handle_client_request
+
+    @functools.wraps(native_handle)
+    def handle_client_request(self: Any, request_type: Any, request: Any) -> Any:
+        if request_type != WAKE:
+            return native_handle(self, request_type, request)
+        if (follower := guard_of(self).follower) is not None:
+            follower.take()
+        return None
+
+    module.EngineCoreProc._handle_client_request = handle_client_request
     for name in STEPS:
         setattr(core_class, name, _watched(getattr(core_class, name)))
     core_class.preprocess_add_request = preprocess_add_request

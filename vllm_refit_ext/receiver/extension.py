@@ -15,12 +15,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_refit_ext.core.errors import Problem
-from vllm_refit_ext.core.messages import Message, PrepareReply, Status, VerifyReply, to_rpc
+from vllm_refit_ext.core.messages import DEADLINE_S, Message, PrepareReply, Status, TakeReply, VerifyReply, to_rpc
 from vllm_refit_ext.receiver import agree, engine
 from vllm_refit_ext.receiver.session import Receiver
+from vllm_refit_ext.receiver.taker import Taker
 
 RpcMethod = Callable[..., dict[str, Any]]
 
@@ -65,6 +67,25 @@ class RefitWorkerExtension:
     @rpc(Status)
     def refit_status(self) -> Message:
         """State, version and last report of this rank, as a `Status`."""
+        return msgspec.structs.replace(receiver_of(self).status(), epoch=taker_of(self).epoch)
+
+    @rpc(TakeReply)
+    def refit_take(
+        self, version: Any = "latest", registry: Any = "", deadline_s: Any = DEADLINE_S, caches: Any = "reset", session: Any = ""
+    ) -> Message:
+        """Take a published version: the newest, or one by name. registry: host:port, empty for the last one. deadline_s: for all
+        of it. caches: see `core.messages.CachePolicy`. session: a name for this attempt, the same on all ranks. Returns a
+        `TakeReply`.
+        """
+        return taker_of(self).take(version, registry, deadline_s, caches, str(session))
+
+    @rpc(Status)
+    def refit_follow(
+        self, registry: Any = "", interval_s: Any = 1.0, caches: Any = "reset", deadline_s: Any = DEADLINE_S
+    ) -> Message:
+        """Take what is new in a registry from now on, between two steps; an empty registry ends it. The engine's process does
+        that (`receiver.follow`), and says so in `following` of the `Status` that this returns.
+        """
         return receiver_of(self).status()
 
     @rpc(Status)
@@ -86,6 +107,15 @@ def receiver_of(worker: Any) -> Receiver:
     """The receiver of a vLLM worker, made on first use, with vLLM's own weight-transfer calls directed to it."""
     receiver: Any = engine.install(worker).handler
     return receiver  # type: ignore[no-any-return]
+
+
+def taker_of(worker: Any) -> Taker:
+    """What a vLLM worker knows of the versions that it takes, made on first use."""
+    receiver = receiver_of(worker)
+    taker = worker.__dict__.get("_refit_taker")
+    if not isinstance(taker, Taker):
+        taker = worker._refit_taker = Taker(receiver)
+    return taker
 
 
 engine.answer_early(Worker)

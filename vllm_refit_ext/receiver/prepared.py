@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from vllm_refit_ext.core.coded import DEQUANTISED
 from vllm_refit_ext.core.errors import ManifestError, PlanError, Problem
 from vllm_refit_ext.core.manifest import Manifest, parse_state_dict_info, whole_tensors
 from vllm_refit_ext.core.messages import PrepareReply
+from vllm_refit_ext.core.part import names_in, part_of
 from vllm_refit_ext.core.placement import Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import distances, this_site
@@ -34,13 +35,24 @@ from vllm_refit_ext.receiver.versions import adapter
 from vllm_refit_ext.receiver.worker_view import WorkerView
 from vllm_refit_ext.receiver.writers import InPlaceWriter, Reload, ReloadWriter
 
+PARTS_KEPT = 8
+"""Partial refits whose moves and writers are kept, by their patterns."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """plan: the moves of one refit. received: their bytes by source rank as text. reloaded: engine parameter -> elements that its
+    reload must write."""
+
+    plan: Plan
+    received: dict[str, int]
+    reloaded: dict[str, int]
+
 
 class Prepared(msgspec.Struct):
     """One rank's share of a plan, proved complete, with what executes it.
 
-    received: bytes by source rank as text. extra_bytes: peak memory beyond the model.
-    certain_bytes: what of it a reload surely needs. signature: of the live tensors; a refit
-    refuses when they are others by then.
+    extra_bytes: peak memory beyond the model. certain_bytes: what of it a reload surely needs. signature: of the live tensors; a
+    refit refuses when they are others by then.
     """
 
     view: WorkerView
@@ -52,14 +64,29 @@ class Prepared(msgspec.Struct):
     reload: ReloadWriter
     signature: tuple[Any, ...]
     derived: Derived
-    received: dict[str, int]
     extra_bytes: int
     certain_bytes: int
+    parts: dict[tuple[str, ...], Piece] = {}
     in_place_of: dict[Plan, InPlaceWriter | KernelWriter] = {}
     reload_of: dict[Plan, ReloadWriter] = {}
     """Writers of plans that a staged reader keeps from refit to refit."""
     digests: HeldDigests | None = None
     """What `verify` launches, once it was asked for."""
+
+    def piece(self, patterns: Sequence[str]) -> Piece:
+        """What a refit of these patterns does, all where there are none; made once for each. Raises ManifestError for patterns
+        that match nothing, and SessionError for a module that takes the engine's reload and is named in part."""
+        key = tuple(patterns)
+        if key not in self.parts:
+            names = names_in(self.manifest, key) if key else set(self.manifest.tensors)
+            plan = part_of(self.plan, names) if key else self.plan
+            if len(self.parts) >= PARTS_KEPT:
+                dropped = self.parts.pop(next(iter(self.parts)))
+                self.in_place_of.pop(dropped.plan, None)
+                self.reload_of.pop(dropped.plan, None)
+            reloaded = self.targets.reloaded_by(names) if key else self.targets.reloaded
+            self.parts[key] = Piece(plan, {str(e.source): e.nbytes for e in plan.edges()}, reloaded)
+        return self.parts[key]
 
     def launches(self) -> int:
         """Kernels of all tables that have been built for this plan."""
@@ -111,7 +138,6 @@ def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, re
         ReloadWriter(plan, reload, view.device),
         targets.signature(view),
         derived,
-        {str(e.source): e.nbytes for e in plan.edges()},
         reloading.most + derived.extra_bytes,
         reloading.certain,
     )

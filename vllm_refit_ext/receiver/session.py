@@ -22,11 +22,12 @@ import torch
 
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, PlanError, Problem, RefitError, SessionError, TornError
 from vllm_refit_ext.core.messages import DEADLINE_S, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc
+from vllm_refit_ext.core.part import mixed
 from vllm_refit_ext.core.protocol import check_unchanged
 from vllm_refit_ext.receiver import agree, guard
 from vllm_refit_ext.receiver.anchors import Anchors
 from vllm_refit_ext.receiver.peak import free_bytes
-from vllm_refit_ext.receiver.prepared import Clock, Prepared, prepare
+from vllm_refit_ext.receiver.prepared import Clock, Piece, Prepared, prepare
 from vllm_refit_ext.receiver.reload import recover, reload_weights
 from vllm_refit_ext.receiver.targets import Targets
 from vllm_refit_ext.receiver.verify import add_digest, compare
@@ -41,12 +42,16 @@ PREPARE_APART_S = 300.0
 """Seconds that the first rank to prepare waits for the last one."""
 
 
+def nothing() -> None:
+    """What is checked of a refit that holds no lease."""
+
+
 class Receiver:
     """The state of one engine rank. Made on the first call; lives as long as the worker."""
 
     def __init__(self, view: WorkerView) -> None:
         self.view = view
-        self.version = ""
+        self.version, self.since = "", 0.0
         self.prepared: Prepared | None = None
         self.refused: RefitError | None = None
         """Why no rank is prepared: what all ranks found in the last prepare."""
@@ -60,6 +65,10 @@ class Receiver:
         self._kept: dict[str, Any] = {}
         self._busy = threading.Lock()
         self._receiving = False
+        self._check: Callable[[], None] = nothing
+        self._piece: Piece
+        self.parts: dict[str, str] = {}
+        """Of which version is what, see `Status.parts`."""
 
     # -- prepare -------------------------------------------------------------------------------------------------------------
 
@@ -88,15 +97,16 @@ class Receiver:
 
     # -- update --------------------------------------------------------------------------------------------------------------
 
-    def update(self, update_info: object) -> UpdateReport:
+    def update(self, update_info: object, check: Callable[[], None] = nothing) -> UpdateReport:
         """One refit. Raises the same RefitError on every rank, or returns with the new version set on every rank.
 
-        update_info: what the caller passed for all ranks; see `part_of`.
+        update_info: what the caller passed for all ranks; see `part_of`. check: called when this rank has read all; what it
+        raises keeps all ranks from committing.
         """
         with self._alone("update_weights"):
             agree.begin(self.view, session_of(update_info))
             clock = Clock()
-            self._receiving = True
+            self._receiving, self._check = True, check
             try:
                 return self._update(update_info, clock)
             except (KeyboardInterrupt, SystemExit) as error:
@@ -147,9 +157,9 @@ class Receiver:
             version=update.version,
             writer=prepared.targets.writer,
             seconds=clock.seconds,
-            received=prepared.received if reader.received is None else {str(r): n for r, n in reader.received.items()},
+            received=self._piece.received if reader.received is None else {str(r): n for r, n in reader.received.items()},
             forwarded={str(r): n for r, n in reader.forwarded.items()},
-            moves=len(prepared.plan),
+            moves=len(self._piece.plan),
             launches=prepared.launches(),
             kept=sorted(prepared.targets.kept),
             sampled=self._sampled,
@@ -177,6 +187,8 @@ class Receiver:
                     raise self._tear(agreed) from None
                 raise
             guard.commit(self.view.worker)
+            self.since = time.time()
+            self.parts = mixed(prepared.manifest, self.parts, update.part, self.version, update.version)
             prepared.signature, self.version, self.torn = signature, update.version, None
             self.reloaded, self._wrote = self._handed, False
 
@@ -211,7 +223,13 @@ class Receiver:
             do = "call prepare_refit_info again"
             raise SessionError("the engine's parameters were replaced or moved since prepare", where="update_weights", do=do)
         check_unchanged(update, "update_weights")
-        return wire(update.wire).open_reader(update, prepared.plan, self._kept)
+        if update.part and self.torn:
+            do = "run a full refit; a part can't heal weights that mix versions"
+            raise SessionError("this engine is torn, and the refit is of a part", where="update_weights, part", do=do)
+        if update.part and update.wire in ("ring", "collective"):
+            raise ConfigError("this wire can't move a part of the weights", where="update_weights, part", got=update.wire)
+        self._piece = prepared.piece(update.part)
+        return wire(update.wire).open_reader(update, self._piece.plan, self._kept)
 
     def _prepared(self) -> Prepared:
         if self.prepared is not None:
@@ -252,6 +270,7 @@ class Receiver:
                     if update.sample:
                         self._sampled += writer.check(reader, update.sample, seed)
             prepared.derived.refresh()
+        self._check()
         reader.confirm()
 
     def _any_wrote(self, left: float) -> bool:
@@ -262,7 +281,7 @@ class Receiver:
             return True
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> None:
-        reload_weights(self.view, tensors, names, self._prepared().targets.reloaded)
+        reload_weights(self.view, tensors, names, self._piece.reloaded)
         self._anchors.hold(self.view.model)
 
     def _tear(self, error: RefitError) -> TornError:
@@ -291,6 +310,8 @@ class Receiver:
             rank=self.view.rank,
             state="torn" if self.torn else "receiving" if self._receiving else "ready" if self.prepared else "unprepared",
             version=self.version,
+            since=self.since,
+            parts=self.parts,
             prepared=self.prepared.digest if self.prepared else "",
             problems=error.problems if error else [],
             last=self.last,

@@ -18,7 +18,7 @@ from torch import nn
 
 from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, PLAIN, SCALE, coding_of
 from vllm_refit_ext.core.dtypes import CASTS, cast_text
-from vllm_refit_ext.core.errors import Problem, RouteError
+from vllm_refit_ext.core.errors import Problem, RouteError, SessionError
 from vllm_refit_ext.core.manifest import Manifest, suggest, suggest_each
 from vllm_refit_ext.core.placement import Placements
 from vllm_refit_ext.receiver.held import HeldParam, config_scale, held_param, is_mxfp8
@@ -38,7 +38,8 @@ class Targets(msgspec.Struct):
     that this reload must write. dropped: names that the loaders skip here, with the reason. casts: names whose elements are
     converted, and how. quantise: names whose parameter holds MXFP8. kept: engine parameters and offered tensors that stay as
     they are, with the patterns that say so. problems: what keeps the rank from taking part. module_of: HF name -> the first
-    module that it fills. computed: names of `reload` that a loader does more to than copying.
+    module that it fills. computed: names of `reload` that a loader does more to than copying. filled: engine parameter -> names
+    that fill it.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Targets(msgspec.Struct):
     module_of: dict[str, str] = {}
     kept: dict[str, list[str]] = {}
     computed: frozenset[str] = frozenset()
+    filled: dict[str, frozenset[str]] = {}
 
     @property
     def writer(self) -> str:
@@ -66,6 +68,19 @@ class Targets(msgspec.Struct):
     def written(self) -> list[torch.Tensor]:
         """Every live tensor that moves in place fill."""
         return [*self.params.values(), *(t for one in self.held.values() for t in (one.values, *one.scales))]
+
+    def reloaded_by(self, names: Collection[str]) -> dict[str, int]:
+        """What of `reloaded` a refit of `names` must write. Raises SessionError where it would give the reload a part of a
+        module."""
+        chosen = frozenset(names) & self.reload.keys()
+        modules = {p.rpartition(".")[0] for p, who in self.filled.items() if who & chosen}
+        within = {p: who for p, who in self.filled.items() if p.rpartition(".")[0] in modules}
+        lacking = sorted(frozenset().union(*within.values()) - frozenset(names)) if within else []
+        if lacking:
+            what = "the part names some tensors of modules that take the engine's own reload, which writes a module as a whole"
+            wanted = "also " + ", ".join(map(repr, lacking[:8])) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+            raise SessionError(what, where="update_weights, part", got=f"{sorted(chosen)[0]!r} and others", wanted=wanted)
+        return {p: count for p, count in self.reloaded.items() if p.rpartition(".")[0] in modules}
 
     def layouts(self) -> dict[str, int]:
         """Buffers by layout."""
@@ -146,6 +161,7 @@ def build_targets(
         kept=kept.names,
         module_of=module_of(routes),
         computed=frozenset(routes.computed),
+        filled={parameter: frozenset(who) for parameter, (_, who) in routes.filled.items()},
     )
 
 

@@ -12,6 +12,8 @@ from vllm_refit_ext.wires import BUCKET_BYTES
 
 SMALLEST_BUCKET = 1 << 10
 """Bytes. A bucket must hold an element; a thousand of its messages cost more than their bytes already."""
+ONE_SIDED = ("shm", "ipc")
+"""Wires by which an engine reads without the trainer, so that versions can be published."""
 LONGEST_S = 7 * 24 * 3600.0
 """The longest deadline. More is taken for a mistake."""
 
@@ -47,7 +49,9 @@ class SenderConfig(Settings, frozen=True):
     that every engine rank recomputes by the reference before each commit. hash_reloaded: engines hash what goes through vLLM's
     own reload, which `verify` needs to compare such tensors; a refit pays a pass over their bytes on the host. keep: what every
     engine keeps as it is and need not be offered (a frozen vision tower), by name or glob of engine parameters or checkpoint
-    tensors. bucket_bytes: most payload of a message on the wires that stage, `ring` and `collective`.
+    tensors. bucket_bytes: most payload of a message on the wires that stage, `ring` and `collective`. registry_port: where
+    trainer rank 0 serves the registry of published versions, 0 for a port of the kernel's choice; None where nothing is
+    published.
     """
 
     wire: WireName = "shm"
@@ -61,6 +65,7 @@ class SenderConfig(Settings, frozen=True):
     hash_reloaded: bool = False
     keep: tuple[str, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
+    registry_port: int | None = None
 
     def wrong(self, name: str) -> list[tuple[str, str]]:
         if name == "deadline_s" and not (math.isfinite(self.deadline_s) and 0 < self.deadline_s <= LONGEST_S):
@@ -69,6 +74,11 @@ class SenderConfig(Settings, frozen=True):
             return [("a bucket is too small", f"at least {SMALLEST_BUCKET}")]
         if name == "sample" and self.sample < 0:
             return [("a number of moves can't be negative", "0 or more")]
+        if name == "registry_port" and self.registry_port is not None:
+            if not 0 <= self.registry_port < 1 << 16:
+                return [("no such port", "0 to 65535")]
+            if self.wire not in ONE_SIDED:
+                return [(f"wire {self.wire} needs both sides, so engines can't take by it", " or ".join(ONE_SIDED))]
         if name == "quantise" and self.quantise and not self.prequantize:
             return [("nothing is quantised in the trainer", "prequantize=True, or no names")]
         return []

@@ -6,17 +6,19 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
+import numpy as np
 import torch
 
 from vllm_refit_ext.core.dtypes import dtype_name
 from vllm_refit_ext.core.errors import ConfigError, ManifestError, Problem, WireError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import PrepareReply
-from vllm_refit_ext.core.placement import Buffer
+from vllm_refit_ext.core.part import names_in
+from vllm_refit_ext.core.placement import Buffer, Placements, concatenate
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.plan_wire import PackedPlan
 from vllm_refit_ext.core.sites import this_site
-from vllm_refit_ext.core.table import PackedPlacements, pack_placements
+from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
 from vllm_refit_ext.sender.prequantize import Prequantised
 from vllm_refit_ext.sender.source import Source
 from vllm_refit_ext.wires import Sender
@@ -115,6 +117,7 @@ class Offered:
 class Prepared(msgspec.Struct):
     """What a sender knows after `prepare`. plan: of all ranks on rank 0, else the moves out of this one. half: of the wire, this
     rank's. total: bytes of the whole plan. engines: on rank 0. digests: what `verify` launches, once it was asked for.
+    offer: on rank 0, what engines that take a published version prepare from.
     """
 
     offered: Offered
@@ -123,6 +126,20 @@ class Prepared(msgspec.Struct):
     total: int
     engines: list[EngineRanks]
     digests: SentDigests | None = None
+    offer: bytes = b""
+
+    def begin(self, tensors: Sequence[torch.Tensor], part: Sequence[str]) -> bytes:
+        """Make this rank's weights readable, or the `part` of them that engines will read (see `core.part`). Raises WireError,
+        and ManifestError for patterns that match nothing."""
+        if part:
+            names = names_in(self.plan.manifest, part)
+            table = self.offered.placements
+            mine = np.array([name in names for name in table.names], bool)[table.tensor] if len(table) else np.zeros(0, bool)
+            self.half.only = set(table.buffer[mine].tolist())
+        try:
+            return self.half.begin(tensors)
+        finally:
+            self.half.only = None
 
 
 def misfits(tensors: Sequence[torch.Tensor], buffers: Sequence[Buffer]) -> list[Problem]:
@@ -156,6 +173,16 @@ def merge(described: Sequence[Description]) -> Manifest:
     if problems:
         raise ManifestError.of(problems, f"the trainer's ranks do not add up to a checkpoint: {len(problems)} problem(s)")
     return Manifest(tensors, {a: n for a, n in aliases.items() if a not in tensors and n in tensors})
+
+
+def joined(raw: list[bytes]) -> tuple[Manifest, Placements, tuple[str, ...]]:
+    """On rank 0: what all ranks offer, and the host of each."""
+    described = [msgspec.msgpack.decode(r, type=Description) for r in raw]
+    manifest = merge(described)
+    sources = concatenate([unpack_placements(d.placements) for d in described])
+    if not len(sources):
+        sources = Placements.from_rows(sources.buffers, [], list(manifest.tensors))
+    return manifest, sources, tuple(d.site for d in described)
 
 
 def make_source(given: Source | Callable[[], Source]) -> Source:

@@ -19,27 +19,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-import torch
 
 from vllm_refit_ext.client import LATE_S, EngineClient
 from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, SessionError
-from vllm_refit_ext.core.manifest import Manifest, suggest
+from vllm_refit_ext.core.manifest import Offer, pack_offer, suggest
 from vllm_refit_ext.core.messages import UpdateInfo, UpdateReport
-from vllm_refit_ext.core.placement import Placements, concatenate
+from vllm_refit_ext.core.part import names_in, part_of
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.plan_wire import pack_plan, unpack_plan
-from vllm_refit_ext.core.table import unpack_placements
+from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.sender import metrics
 from vllm_refit_ext.sender.config import SenderConfig
 from vllm_refit_ext.sender.engines import Engines
-from vllm_refit_ext.sender.prepared import Description, EngineRanks, Offered, Prepared, Share, make_source, merge
+from vllm_refit_ext.sender.prepared import EngineRanks, Offered, Prepared, Share, joined, make_source
+from vllm_refit_ext.sender.publication import Publication, Publisher, Retain, check_part, everything
 from vllm_refit_ext.sender.ranks import Ranks, answer_of, as_refit_error
 from vllm_refit_ext.sender.source import Source
+from vllm_refit_ext.sender.verify import sent_digests, wanted_digests
 from vllm_refit_ext.wires import Sender, wire
-from vllm_refit_ext.wires.boxes import MODULUS, Memory, as_bytes
-from vllm_refit_ext.wires.coded import PlacedScales
-from vllm_refit_ext.wires.digests import SentDigests
 
 
 class RefitReport(msgspec.Struct, frozen=True):
@@ -62,6 +59,7 @@ class RefitReport(msgspec.Struct, frozen=True):
 class _Verdict(msgspec.Struct):
     seconds: float
     engines: list[list[UpdateReport]]
+    nbytes: int = 0
 
 
 class RefitSender:
@@ -84,6 +82,7 @@ class RefitSender:
         self._engines = Engines(engines, self.config.deadline_s, self.config.keep)
         self.ranks = Ranks(self.config.deadline_s + 2 * LATE_S)
         self.prepared: Prepared | None = None
+        self._publisher = Publisher(self.ranks, self.config)
 
     # -- prepare -------------------------------------------------------------------------------------------------------------
 
@@ -95,6 +94,7 @@ class RefitSender:
         disagree), WireError (no room), all with every problem found.
         """
         self.ranks.call("prepare")
+        self._publisher.make_way("prepare")
         made: list[Offered] = []
 
         def describe() -> bytes:
@@ -110,15 +110,15 @@ class RefitSender:
         if self.config.prequantize:
             names = msgspec.msgpack.decode(self.ranks.exchange(first, self._ask_what_to_quantise), type=list[str])
             first = answer_of(describe_quantised)
-        joint: list[tuple[Plan, list[EngineRanks]]] = []
+        joint: list[tuple[Plan, list[EngineRanks], bytes]] = []
         raw = self.ranks.exchange(first, lambda raw: self._plan_together(raw, joint))
         opened: list[Prepared] = []
 
         def open_wire() -> bytes:
             share = msgspec.msgpack.decode(raw, type=Share)
-            plan, engines = joint[0] if joint else (unpack_plan(share.plan, share.manifest), [])
+            plan, engines, offer = joint[0] if joint else (unpack_plan(share.plan, share.manifest), [], b"")
             half = wire(self.config.wire).open_sender(self.ranks.rank, share.wire, made[0].tensors)
-            opened.append(Prepared(made[0], plan, half, share.total, engines))
+            opened.append(Prepared(made[0], plan, half, share.total, engines, offer=offer))
             half.resident = self.config.resident
             if half.sends and any(e.replicas > 1 for e in engines):
                 what = "an engine has several data parallel replicas, and this wire sends to each rank by its number"
@@ -140,8 +140,9 @@ class RefitSender:
 
     def _ask_what_to_quantise(self, raw: list[bytes]) -> list[bytes]:
         """On rank 0: the names that the engines hold as MXFP8, and those that the configuration adds."""
-        manifest, sources, _ = _joined(raw)
-        found = self._engines.prepare(manifest, sources, (), {"prequantize": True}, self.config.unused)
+        manifest, sources, _ = joined(raw)
+        prequantize = {"prequantize": True}
+        found = [] if self._takers_only else self._engines.prepare(manifest, sources, (), prequantize, self.config.unused)
         names = set(self.config.quantise) | {name for e in found for reply in e.replies for name in reply.quantise}
         unknown = [
             Problem("it is to be quantised and not offered", f"tensor {n!r}", do=suggest(n, manifest.tensors))
@@ -151,19 +152,31 @@ class RefitSender:
             raise ConfigError.of(unknown)
         return [msgspec.msgpack.encode(sorted(names))] * self.ranks.size
 
-    def _plan_together(self, raw: list[bytes], joint: list[tuple[Plan, list[EngineRanks]]]) -> list[bytes]:
+    def _plan_together(self, raw: list[bytes], joint: list[tuple[Plan, list[EngineRanks], bytes]]) -> list[bytes]:
         """On rank 0: offer what all ranks hold, plan with what the engines answer, and cut the plan for the ranks."""
-        manifest, sources, sites = _joined(raw)
+        self._publisher.serve()
+        manifest, sources, sites = joined(raw)
         fp8_config = {"prequantize": True} if self.config.prequantize else None
-        engines = self._engines.prepare(manifest, sources, sites, fp8_config, self.config.unused)
-        plan, at = self._engines.plan(manifest, sources, sites, engines, self.config.unused)
-        joint.append((plan, engines))
-        wires = wire(self.config.wire).shares(plan, at, self.config.bucket_bytes)
+        whole, offer = None, b""
+        if self.config.registry_port is not None:
+            whole, offer = everything(manifest, sources), pack_offer(Offer(manifest, sources, 0, sites))
+        if whole is not None and self._takers_only:
+            engines, plan, at = [], whole, Sites(sites, [])
+        else:
+            engines = self._engines.prepare(manifest, sources, sites, fp8_config, self.config.unused)
+            plan, at = self._engines.plan(manifest, sources, sites, engines, self.config.unused)
+        joint.append((plan, engines, offer))
+        wires = wire(self.config.wire).shares(whole or plan, at, self.config.bucket_bytes)
         total = int(plan.nbytes.sum())
         return [
             msgspec.msgpack.encode(Share(manifest, pack_plan(plan.for_source(rank)), wires[rank], total))
             for rank in range(self.ranks.size)
         ]
+
+    @property
+    def _takers_only(self) -> bool:
+        """On rank 0: whether no engine takes part in `prepare`, as all take what is published."""
+        return self.config.registry_port is not None and not self._engines.clients
 
     def _ready(self, call: str) -> Prepared:
         if self.prepared is None:
@@ -173,15 +186,19 @@ class RefitSender:
 
     # -- refit ---------------------------------------------------------------------------------------------------------------
 
-    def refit(self, version: str) -> RefitReport:
+    def refit(self, version: str, part: Sequence[str] = ()) -> RefitReport:
         """Hand the current weights to the engines as `version`, the same on all ranks. Returns when every engine serves them.
+
+        part: names or globs of checkpoint tensors (see `core.part`); their bytes alone travel, and everything else stays bit for
+        bit in the engines, whose status says which parts are of which version. Empty for all. On the wires `shm` and `ipc`.
 
         Every engine commits for itself: where one fails, the others serve the new version, and the error names each. Raises
         SessionError before `prepare`, WireError where the trainer's memory no longer fits, and what engines raised.
         """
         self.ranks.call(f"refit to {version!r}")
+        self._publisher.make_way(f"refit to {version!r}")
         try:
-            report = self._refit(version)
+            report = self._refit(version, part)
         except RefitError as error:
             if self.prepared is not None:
                 self.prepared.half.forget()
@@ -192,7 +209,7 @@ class RefitSender:
             metrics.succeeded(report.seconds, report.nbytes)
         return report
 
-    def _refit(self, version: str) -> RefitReport:
+    def _refit(self, version: str, part: Sequence[str]) -> RefitReport:
         start = time.perf_counter()
         seconds: dict[str, float] = {}
         sent: dict[int, int] = {}
@@ -201,30 +218,36 @@ class RefitSender:
             prepared = self._ready("refit")
             if not isinstance(version, str) or not version:
                 raise SessionError("a refit needs a version", where="refit", got=repr(version), wanted="a text that is not empty")
+            check_part(part, self.config.wire)
             tensors = prepared.offered.current(seconds)
             begin = time.perf_counter()
-            part = prepared.half.begin(tensors)
+            mine = prepared.begin(tensors, part)
             seconds["publish"] = time.perf_counter() - begin
-            return part
+            return mine
 
         half = self.prepared.half if self.prepared is not None else None
         if half is not None and half.sends:
             verdict = self._refit_actively(half, publish, version, seconds, sent)
         else:
-            raw = self.ranks.exchange(answer_of(publish), lambda parts: self._update_engines(version, parts))
+            raw = self.ranks.exchange(answer_of(publish), lambda parts: self._update_engines(version, parts, part))
             verdict = msgspec.msgpack.decode(raw, type=_Verdict)
         seconds |= {"update": verdict.seconds, "total": time.perf_counter() - start}
-        total = self._ready("refit").total
+        total = verdict.nbytes or self._ready("refit").total
         return RefitReport(version, seconds, total, total / seconds["total"] / 1e9, verdict.engines, sent)
 
-    def _update_engines(self, version: str, parts: list[bytes]) -> list[bytes]:
+    def _update_engines(self, version: str, parts: list[bytes], part: Sequence[str]) -> list[bytes]:
         begin = time.perf_counter()
+        if self._takers_only:
+            do = "pass engine= on rank 0, or publish the version"
+            raise SessionError("this sender has no engines to refit", where="refit", do=do)
         info = wire(self.config.wire).info(parts)
-        calls = self._engines.update(self._messages(version, info, secrets.token_hex(8)))
+        calls = self._engines.update(self._messages(version, info, secrets.token_hex(8), part))
+        plan = self._ready("refit").plan
+        nbytes = int(part_of(plan, names_in(plan.manifest, part)).nbytes.sum()) if part else 0
         engines = self._engines.reports(calls, version)
-        return [msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines))] * self.ranks.size
+        return [msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines, nbytes))] * self.ranks.size
 
-    def _messages(self, version: str, info: Any, session: str) -> list[UpdateInfo]:
+    def _messages(self, version: str, info: Any, session: str, part: Sequence[str] = ()) -> list[UpdateInfo]:
         """What each engine is told. info: the wire's own part."""
         field: dict[str, Any] = {self.config.wire: info}
         return [
@@ -236,6 +259,7 @@ class RefitSender:
                 deadline_s=self.config.deadline_s,
                 caches=self.config.caches,
                 sample=self.config.sample,
+                part=list(part),
                 hash_reloaded=self.config.hash_reloaded,
                 **field,
             )
@@ -304,6 +328,32 @@ class RefitSender:
         work = lead if self.ranks.rank == 0 else follow
         return msgspec.msgpack.decode(self.ranks.exchange(answer_of(work), conclude), type=_Verdict)
 
+    # -- publish -------------------------------------------------------------------------------------------------------------
+
+    def publish(self, version: str, retain: Retain = "in_place", part: Sequence[str] = ()) -> Publication:
+        """Make the current weights a version that engines take by themselves. Returns on all ranks once it is READY.
+
+        retain: see `sender.publication`; `retained_bytes` says what each way takes. part: as in `refit`. The publication that is
+        open is ended first.
+
+        Raises SessionError before `prepare`, for a version that was published before (but for the open one with the same bytes,
+        whose publication is returned), and while an open one in place is leased; ConfigError without `registry_port`; WireError
+        where the trainer's memory no longer fits; DeadlineError naming a rank that did not publish. After an error nothing of the
+        version is left.
+        """
+        return self._publisher.publish(lambda: self._ready("publish"), version, retain, part)
+
+    @property
+    def registry(self) -> str:
+        """Address of the registry, on rank 0 after `prepare`; what engines are given to take or to follow. Empty elsewhere."""
+        return self._publisher.address
+
+    @property
+    def retained_bytes(self) -> dict[str, int]:
+        """Bytes beside the weights that a publication takes on this rank, by way to retain. Raises SessionError before
+        `prepare`."""
+        return self._publisher.memory(self._ready("retained_bytes"))
+
     # -- verify and close ----------------------------------------------------------------------------------------------------
 
     def verify(self) -> int:
@@ -313,57 +363,19 @@ class RefitSender:
         Raises VerifyError naming, for each engine rank, the first tensor that differs or was not compared.
         """
         self.ranks.call("verify")
-        return int(self.ranks.exchange(answer_of(self._digests), self._verify_engines))
-
-    def _digests(self) -> bytes:
-        prepared = self._ready("verify")
-        tensors = prepared.offered.current({})
-        share = prepared.digests.plan if prepared.digests else prepared.plan.for_source(self.ranks.rank)
-        scales = PlacedScales(share, prepared.offered.placements, tensors)
-        if prepared.digests is None:
-            prepared.digests = SentDigests(share, tensors[0].device if tensors else torch.device("cpu"), scales)
-        place = {(b.rank, b.name): i for i, b in enumerate(prepared.offered.placements.buffers)}
-        used = np.unique(share.source).tolist()
-        memory = _Memory({i: as_bytes(tensors[place[share.sources[i].rank, share.sources[i].name]]) for i in used})
-        return msgspec.msgpack.encode(prepared.digests(memory, scales))
+        mine = answer_of(lambda: sent_digests(self._ready("verify"), self.ranks.rank))
+        return int(self.ranks.exchange(mine, self._verify_engines))
 
     def _verify_engines(self, raw: list[bytes]) -> list[bytes]:
-        total: dict[int, dict[str, int]] = {}
-        for part in (msgspec.msgpack.decode(r, type=dict[int, dict[str, int]]) for r in raw):
-            for rank, digests in part.items():
-                mine = total.setdefault(rank, {})
-                for name, value in digests.items():
-                    mine[name] = (mine.get(name, 0) + value) % MODULUS
-        wanted = [
-            {str(r.rank): {n: f"{v:016x}" for n, v in total.get(e.first + r.rank, {}).items()} for r in e.replies}
-            for e in self._ready("verify").engines
-        ]
+        wanted = wanted_digests(raw, self._ready("verify").engines)
         self._engines.verify(wanted)
         count = sum(len(digests) for engine in wanted for digests in engine.values())
         return [str(count).encode()] * self.ranks.size
 
     def close(self) -> None:
-        """Give back what this rank's half of the wire holds. Not collective. `prepare` may be called again."""
+        """Give back what this rank's half of the wire holds; a version that is open is revoked. Not collective. `prepare` may be
+        called again."""
+        self._publisher.stop()
         prepared, self.prepared = self.prepared, None
         if prepared is not None:
             prepared.half.close()
-
-
-class _Memory(Memory):
-    """The trainer's own tensors as a reader."""
-
-    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def memory(self, buffer: int) -> torch.Tensor:
-        return self._tensors[buffer]
-
-
-def _joined(raw: list[bytes]) -> tuple[Manifest, Placements, tuple[str, ...]]:
-    """On rank 0: what all ranks offer, and the host of each."""
-    described = [msgspec.msgpack.decode(r, type=Description) for r in raw]
-    manifest = merge(described)
-    sources = concatenate([unpack_placements(d.placements) for d in described])
-    if not len(sources):
-        sources = Placements.from_rows(sources.buffers, [], list(manifest.tensors))
-    return manifest, sources, tuple(d.site for d in described)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -40,11 +40,15 @@ against the start of a batch or the turn of two processes.
 
 class Sender(abc.ABC):
     """A trainer rank's half. resident: engines may keep this memory mapped between refits. sends: whether `transfer` has anything
-    to do, so that all trainer ranks work while the engines' calls run.
+    to do, so that all trainer ranks work while the engines' calls run. copied: bytes that `begin` copies, so that the weights may
+    change behind it; 0 where engines read the weights themselves. only: numbers of the buffers that the next `begin` has to make
+    readable, for a partial refit; None for all.
     """
 
     resident = False
     sends = False
+    copied = 0
+    only: Collection[int] | None = None
 
     @abc.abstractmethod
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
@@ -57,6 +61,13 @@ class Sender(abc.ABC):
     def refuse(self, session: str, error: RefitError, deadline: float, ranks: Sequence[int] = ()) -> None:  # noqa: B027
         """On rank 0: the call for `session` of the engine with these `ranks` has failed; nobody need wait for them. None: for
         nobody. Never raises, and does nothing to another session."""
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether what `begin` copied equals `tensors`; False where nothing was copied."""
+        return False
+
+    def end(self) -> None:  # noqa: B027
+        """Take back what `begin` made readable: a reader that has not confirmed finds out, and so does one that comes later."""
 
     def forget(self) -> None:  # noqa: B027
         """Tell the engines everything again: the last refit failed."""

@@ -94,6 +94,12 @@ class IpcSender(Sender):
         """Send the handles again: the last refit failed, and may not have reached every engine rank."""
         self._sent = False
 
+    def end(self) -> None:
+        """Readers that still map the memory find out by the nonce."""
+        if self._flag is not None:
+            self._flag.zero_()
+            torch.cuda.synchronize(self._flag.device)
+
     def _of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that are read."""
         return list(itemgetter(*self._used_list)(tensors)) if len(self._used_list) > 1 else [tensors[self._used_list[0]]]
@@ -123,8 +129,7 @@ class IpcSender(Sender):
 
     def close(self) -> None:
         """Drop the flag; readers that still map it find that out by its nonce."""
-        if self._flag is not None:
-            self._flag.zero_()
+        self.end()
         self._flag, self._export, self._addresses = None, None, []
 
 

@@ -8,6 +8,7 @@ a rank that never comes leaves nothing behind that the next rendezvous could mis
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -89,6 +90,7 @@ class Store:
             for i, part in enumerate(parts):
                 store.set(f"{key}/{i}", part)
             store.set(key, str(len(parts)))
+            store.check([key])  # a set is not acknowledged, so another connection may look before it is done
 
         self.call(work, deadline)
 
@@ -201,20 +203,28 @@ def run_until(deadline: float, what: str, where: str, work: Callable[[], T]) -> 
     return result  # type: ignore[no-any-return]
 
 
-def open_store(wire: str = "collective") -> tuple[str, int, Any]:
+def open_store(wire: str = "collective", port: int = 0) -> tuple[str, int, Any]:
     """Host a store: its address, its port and torch's object, which must be kept.
 
-    The address is VLLM_REFIT_HOST, else MASTER_ADDR (trainer rank 0's host, for torch), else loopback. The kernel chooses the
-    port, and the socket that got it is the one the store serves on. Raises WireError when the address is not of this host.
+    The address is VLLM_REFIT_HOST, else MASTER_ADDR (trainer rank 0's host, for torch), else loopback. port: 0 lets the kernel
+    choose, and the socket that got it is the one the store serves on. Raises WireError when the address is not of this host, or
+    the port is taken.
     """
     host = os.environ.get("VLLM_REFIT_HOST") or os.environ.get("MASTER_ADDR") or "127.0.0.1"
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind(address)
+        # A restarted trainer serves where it did before, beside what is left of its connections, which have this flag as well. A
+        # port of the kernel's choice is chosen without it: it may give one twice then.
+        if not port:
+            listener.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if port:
+            listener.bind(address)
         listener.listen(4096)
     except OSError as error:
         do = "set VLLM_REFIT_HOST on trainer rank 0 to an address of its host that the other ranks can reach"
+        do = "choose another port, or end the process that has it" if error.errno == errno.EADDRINUSE else do
         raise WireError(
             "can't listen for the other ranks", where=f"wire {wire}", got=f"{host}: {error.strerror or error}", do=do
         ) from None

@@ -30,6 +30,7 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites, this_site
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import Reader, Sender
+from vllm_refit_ext.wires.boxes import as_bytes
 from vllm_refit_ext.wires.shared_file import SharedFile, create, open_file
 
 HEADER = struct.Struct("<8sIIQQiI16s8x")  # magic, protocol, state, nonce, nbytes, rank, pid, seal
@@ -67,16 +68,33 @@ class ShmPublisher:
         self.name = self._file.name
 
     def publish(self, tensors: Mapping[int, torch.Tensor]) -> Segment:
-        """Copy each tensor to its place; keys are those of `offsets`. Any device, any strides. Returns what readers need."""
+        """Copy each tensor to its place; keys are of `offsets`, what is not there stays. Any device, any strides. Returns what
+        readers need."""
         nonce = secrets.randbits(63)
         self._write_header(FILLING, nonce)
         for key, at in self._offsets.items():
+            if key not in tensors:
+                continue
             source = tensors[key].detach()
             nbytes = source.numel() * source.element_size()
             place = self._file.bytes[at : at + nbytes].view(source.dtype).view(source.shape)
             place.copy_(source)
         self._write_header(COMPLETE, nonce)
         return Segment(rank=self.rank, name=self.name, nbytes=self.nbytes, nonce=nonce, site=this_site())
+
+    def holds(self, tensors: Mapping[int, torch.Tensor]) -> bool:
+        """Whether the segment's bytes are those of `tensors`."""
+        return all(
+            torch.equal(
+                self._file.bytes[at : at + tensors[key].numel() * tensors[key].element_size()],
+                as_bytes(tensors[key].detach().cpu().contiguous()),
+            )
+            for key, at in self._offsets.items()
+        )
+
+    def end(self) -> None:
+        """Readers find out that these bytes are of no publication any more."""
+        self._write_header(FILLING, 0)
 
     def _write_header(self, state: int, nonce: int) -> None:
         HEADER.pack_into(self._file.memory, 0, MAGIC, PROTOCOL, state, nonce, self.nbytes, self.rank, os.getpid(), self._seal)
@@ -211,8 +229,20 @@ class _Sender(Sender):
         used = {i: int(at) for i, at in enumerate(unpack(share.offsets)) if at >= 0}
         self._publisher = ShmPublisher(rank, used, share.nbytes, seal_of(unpack(share.offsets))) if used else None
 
+    @property
+    def copied(self) -> int:  # type: ignore[override]
+        return self._publisher.nbytes if self._publisher else 0
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self._publisher is None or self._publisher.holds(dict(enumerate(tensors)))
+
+    def end(self) -> None:
+        if self._publisher is not None:
+            self._publisher.end()
+
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
-        segment = self._publisher.publish(dict(enumerate(tensors))) if self._publisher else None
+        numbers = range(len(tensors)) if self.only is None else self.only
+        segment = self._publisher.publish({i: tensors[i] for i in numbers}) if self._publisher else None
         return msgspec.msgpack.encode(_Part(self._offsets, segment))
 
     def close(self) -> None:
