@@ -12,8 +12,11 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.support.engines import answers, fresh_answers, open_llm, unmixed
 from tests.support.fake_receiver import FakeHandler
 from tests.support.seam_cases import pair
+from tests.support.whole import WholeTrainer
+from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.core.errors import ConfigError, SessionError, TornError
 from vllm_refit_ext.receiver import engine as seam
+from vllm_refit_ext.receiver.session import Receiver
 from vllm_refit_ext.receiver.worker_view import WorkerView
 
 pytestmark = pytest.mark.engine
@@ -198,6 +201,25 @@ def test_another_backend_keeps_its_calls(folders: tuple[Path, Path], wanted: lis
             llm.collective_rpc("finish_weight_update")
             assert worker.weight_transfer_engine is other
             assert answers(llm) == wanted[1]
+
+
+def test_our_client_drives_the_backend_beside_an_extension_of_the_users_own(
+    folders: tuple[Path, Path], wanted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seam, "open_handler", Receiver)
+    extension = "tests.engine.own_extension.OwnExtension"
+    with open_llm(folders[0], extension=extension, weight_transfer_config={"backend": "refit"}) as llm:
+        client = LLMClient(llm)
+        assert client.status()[0].state == "unprepared"
+        trainer = WholeTrainer(client, folders[1])
+        try:
+            trainer.refit("by our client")
+        finally:
+            trainer.close()
+        assert client.status()[0].version == "by our client"
+        assert set(client.verify()[0].unhashed) <= set(trainer.tensors)
+        assert llm.collective_rpc("own") == ["mine"]
+        assert answers(llm) == wanted[1]
 
 
 def test_backend_outside_of_a_worker_is_refused() -> None:
