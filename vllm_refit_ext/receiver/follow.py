@@ -76,7 +76,11 @@ class Follower:
                 self.problem = ""
             if entry is None or entry.epoch == self._done:
                 continue
+            if entry.epoch not in self._seen:
+                self._not_before = 0.0  # what kept another version from being taken need not keep this one
             self._seen[entry.epoch] = entry.version
+            if len(self._seen) > SKIPPED_KEPT:
+                del self._seen[next(iter(self._seen))]
             self.due = not self._stop.is_set()
             if self.due and not self._woken and hasattr(self.core, "input_queue"):
                 self._woken = True
