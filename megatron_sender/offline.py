@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,8 @@ def _is_local() -> bool:
 
 @contextlib.contextmanager
 def _megatron(local: bool) -> Iterator[None]:
-    """Megatron imported, and silent."""
+    """Megatron imported, silent, and without a trace for the next trainer that is planned in this process."""
+    before = set(os.environ)
     # The bridge prints what it makes of each mapping.
     with quiet(), contextlib.redirect_stdout(io.StringIO()):
         if local:
@@ -110,7 +112,12 @@ def _megatron(local: bool) -> Iterator[None]:
             import megatron.bridge  # noqa: F401
         if local:
             local_spec.use_local_prediction_layers()
-        yield
+        try:
+            yield
+        finally:
+            # A model chooses its attention by these, and the next one is refused where they don't suit it.
+            for name in [n for n in os.environ if n.startswith("NVTE_") and n not in before]:
+                del os.environ[name]
 
 
 @contextlib.contextmanager
@@ -131,11 +138,15 @@ def _build(recipe: Recipe, local: bool) -> tuple[Any, list[Any]]:
     from megatron.core.transformer.module import Float16Module
 
     fields = dict(recipe.model.hf_config) if isinstance(recipe.model.hf_config, Mapping) else {}
-    config = transformers.AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
     p = recipe.trainer.parallelism
     dtype = getattr(torch, recipe.trainer.dtype)
-    bridge = AutoBridge.from_hf_config(config)
-    provider = bridge.to_megatron_provider(load_weights=False)
+    try:
+        config = transformers.AutoConfig.for_model(**fields)
+        bridge = AutoBridge.from_hf_config(config)
+        provider = bridge.to_megatron_provider(load_weights=False)
+    except (KeyError, NotImplementedError, TypeError, ValueError) as error:
+        got, do = str(error)[:300], "name a model that transformers and Megatron-Bridge both know"
+        raise ConfigError("Megatron-Bridge has no mapping for this model", where="model.hf_config", got=got, do=do) from error
     settings = {
         **(_local_settings(provider) if local else {}),
         "tensor_model_parallel_size": p.tp,

@@ -1,4 +1,8 @@
-"""Everything that can't work, found before anything is allocated: all violations at once, each with the path of its setting."""
+"""Everything that can't work, found before anything is allocated: all violations at once, each with the path of its setting.
+
+These rules stand by hand because they answer where neither torch nor Megatron nor vLLM is installed, for all layers and for all
+settings at once; Megatron and vLLM stop at the first. `vllm-refit plan --check` adds what their own code refuses.
+"""
 
 from __future__ import annotations
 

@@ -61,6 +61,13 @@ was got, what is wanted, and why. It refuses
 
 It does not look at GPUs, processes or networks; `vllm-refit doctor` does.
 
+These rules are arithmetic on the recipe and run where neither torch nor Megatron nor vLLM is installed.
+`vllm-refit plan RECIPE --check` adds what only those know, in seconds and without a GPU: it cuts the model to one period of its
+layers (every kind of layer once), makes the real source map and records the real routes with the recipe's sizes, and plans from
+one to the other. What is refused is listed under the setting that causes it, found by trying each size alone: under
+`model.hf_config` when it is refused uncut as well. Pipeline stages, hosts and memory depend on all layers; they stay with the
+rules and with the plan at full size.
+
 ## Over several hosts
 
 Memory of another host can't be mapped. A host is `hardware.gpus_per_host` ranks in a row.

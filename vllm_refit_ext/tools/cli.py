@@ -40,7 +40,11 @@ def doctor(*, json: Annotated[bool, Parameter(negative=())] = False) -> int:
 
 @app.command
 def plan(
-    recipe: Path, *, json: Annotated[bool, Parameter(negative=())] = False, edges: Annotated[bool, Parameter(negative=())] = False
+    recipe: Path,
+    *,
+    check: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    edges: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """The plan of a recipe at full size: bytes of every rank and edge, paths and why, predicted seconds. Needs no GPU.
 
@@ -48,11 +52,23 @@ def plan(
     ----------
     recipe:
         A recipe file, such as examples/recipes/qwen3-30b-a3b-mxfp8-ep8-to-tp2.yaml.
+    check:
+        Only say whether it can work, in seconds: one period of the model's layers is planned. Exits with 1 when it can't.
     json:
         Print one JSON document instead of tables; it has every edge.
     edges:
         List every edge in the tables too.
     """
+    if check:
+        from vllm_refit_ext.tools.plan_check import check_recipe
+
+        problems = check_recipe(recipe)
+        if json:
+            _print_json(problems)
+        else:
+            lines = [str(p) for p in problems] or ["nothing that is known before a run is in the way"]
+            _console().print("\n".join(lines), markup=False, highlight=False)
+        return int(bool(problems))
     from vllm_refit_ext.tools.plan_command import plan_recipe
     from vllm_refit_ext.tools.plan_report import tables
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,13 +35,20 @@ def plan_recipe(path: Path) -> PlanReport:
     from megatron_sender.config_load import load_recipe
     from megatron_sender.offline import trainer_placements
     from megatron_sender.preflight import check_refit_support
-    from vllm_refit_ext.core.stand_ins import quiet
 
     recipe = check_refit_support(load_recipe(path))
-    # What vLLM and Megatron have to say about a machine without a GPU is no news here, and standard output is the report's.
-    with quiet(logging.ERROR), contextlib.redirect_stdout(sys.stderr):
+    with hushed():
         offered = trainer_placements(recipe)
         return report(recipe, offered.manifest, offered.sources)
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """What vLLM and Megatron have to say about a machine without a GPU is no news here, and standard output is the report's."""
+    from vllm_refit_ext.core.stand_ins import quiet
+
+    with quiet(logging.ERROR), contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanReport:
@@ -118,6 +125,11 @@ def _routes(recipe: Recipe, engine: Engine, manifest: Manifest) -> list[Routes]:
         )
         for rank in range(engine.tp * engine.pp)
     ]
+
+
+def engine_targets(recipe: Recipe, engine: Engine, manifest: Manifest) -> list[Placements]:
+    """What each rank of one engine needs."""
+    return [_targets(routes, manifest).as_rank(rank) for rank, routes in enumerate(_routes(recipe, engine, manifest))]
 
 
 def _targets(routes: Routes, manifest: Manifest) -> Placements:
