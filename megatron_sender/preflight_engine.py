@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from megatron_sender.config import Engine, Recipe
 from megatron_sender.preflight_ignore import is_ignored, modules
 from megatron_sender.preflight_model import FAMILIES, Matrix, ModelShape
+from megatron_sender.preflight_trainer import divides, tensor_cuts
 from vllm_refit_ext.core.errors import Problem
 
 BLOCK = 32
@@ -35,26 +36,14 @@ def check_engine(recipe: Recipe, index: int, model: ModelShape) -> list[Problem]
 
 
 def _check_cuts(engine: Engine, at: str, model: ModelShape) -> list[Problem]:
-    problems: list[Problem] = []
-    tp = engine.tp
+    tp, where = engine.tp, f"{at}.tp"
+    # vLLM repeats a single Mamba group on every rank, and pads the vocabulary.
+    problems = tensor_cuts(model, tp, where, model.mamba_groups if model.mamba_groups > 1 else 0)
+    problems += divides(tp, -(-model.vocab // VOCAB_PADDING) * VOCAB_PADDING, where, "the padded vocabulary")
 
     def refuse(setting: str, what: str, got: object, wanted: str) -> None:
         problems.append(Problem(what, where=f"{at}.{setting}", got=str(got), wanted=wanted))
 
-    if model.heads % tp:
-        refuse("tp", "attention heads can't be cut evenly", f"{tp} for {model.heads}", f"a divisor of {model.heads}")
-    if not model.mla and model.kv_heads % tp and tp % model.kv_heads:
-        refuse("tp", "KV heads can't be cut or repeated evenly", tp, f"a divisor or a multiple of {model.kv_heads}")
-    padded = -(-model.vocab // VOCAB_PADDING) * VOCAB_PADDING
-    if padded % tp:
-        refuse("tp", "the padded vocabulary can't be cut evenly", f"{tp} for {padded}", f"a divisor of {padded}")
-    rows = {m.columns for m in model.matrices if m.cut == "row" and not m.name.endswith(".o_proj")}
-    for size in sorted(size for size in rows if size % tp):
-        refuse("tp", "a feed-forward or inner size can't be cut evenly", f"{tp} for {size}", f"a divisor of {size}")
-    if model.mamba_heads and model.mamba_heads % tp:
-        refuse("tp", "Mamba heads can't be cut evenly", f"{tp} for {model.mamba_heads}", f"a divisor of {model.mamba_heads}")
-    if model.mamba_groups > 1 and model.mamba_groups % tp:
-        refuse("tp", "Mamba groups can't be cut evenly", f"{tp} for {model.mamba_groups}", f"a divisor of {model.mamba_groups}")
     if engine.pp > model.layers:
         refuse("pp", "more pipeline stages than layers", engine.pp, f"at most {model.layers}")
     if engine.ep not in (1, tp * engine.dp):

@@ -10,10 +10,24 @@ from vllm_refit_ext.core.errors import Problem
 P = "trainer.parallelism"
 
 
-def _divides(divisor: int, size: int, path: str, what: str) -> list[Problem]:
-    if size % divisor == 0:
+def divides(parts: int, size: int, where: str, what: str) -> list[Problem]:
+    """A violation when `size` can't be cut into `parts` equal ones."""
+    if size % parts == 0:
         return []
-    return [Problem(f"{what} can't be cut evenly", where=path, got=f"{divisor} for {size}", wanted=f"a divisor of {size}")]
+    got, wanted = f"{parts} for {size}", f"a divisor of {size}"
+    return [Problem(f"{what} can't be cut evenly", where=where, got=got, wanted=wanted)]
+
+
+def tensor_cuts(model: ModelShape, tp: int, where: str, groups: int) -> list[Problem]:
+    """What `tp` can't cut evenly, which is the same for Megatron and vLLM but for the Mamba groups: `groups` of them are cut."""
+    problems = divides(tp, model.heads, where, "attention heads")
+    if not model.mla and model.kv_heads % tp and tp % model.kv_heads:
+        wanted = f"a divisor or a multiple of {model.kv_heads}"
+        problems.append(Problem("KV heads can't be cut or repeated evenly", where=where, got=str(tp), wanted=wanted))
+    inner = {m.columns for m in model.matrices if m.cut == "row" and not m.name.endswith((".o_proj", ".out_proj"))}
+    for size in sorted(inner):
+        problems += divides(tp, size, where, "a feed-forward size")
+    return problems + divides(tp, model.mamba_heads, where, "Mamba heads") + divides(tp, groups, where, "Mamba groups")
 
 
 def check_trainer(recipe: Recipe, model: ModelShape) -> list[Problem]:
@@ -21,19 +35,10 @@ def check_trainer(recipe: Recipe, model: ModelShape) -> list[Problem]:
     trainer = recipe.trainer
     p = trainer.parallelism
     problems = _check_worlds(recipe)
-    problems += _divides(p.tp, model.heads, f"{P}.tp", "attention heads")
-    if model.kv_heads % p.tp and p.tp % model.kv_heads:
-        wanted = f"a divisor or a multiple of {model.kv_heads}"
-        problems.append(Problem("KV heads can't be cut or repeated evenly", where=f"{P}.tp", got=str(p.tp), wanted=wanted))
-    inner = {m.columns for m in model.matrices if m.cut == "row" and not m.name.endswith((".o_proj", ".out_proj"))}
-    for size in sorted(inner):
-        problems += _divides(p.tp, size, f"{P}.tp", "a feed-forward size")
-    if model.mamba_heads:
-        problems += _divides(p.tp, model.mamba_heads, f"{P}.tp", "Mamba heads")
-        problems += _divides(p.tp, model.mamba_groups, f"{P}.tp", "Mamba groups")
+    problems += tensor_cuts(model, p.tp, f"{P}.tp", model.mamba_groups)
     if model.experts:
-        problems += _divides(p.ep, model.experts, f"{P}.ep", "the experts")
-        problems += _divides(p.etp, model.expert_ffn, f"{P}.etp", "the experts' feed-forward size")
+        problems += divides(p.ep, model.experts, f"{P}.ep", "the experts")
+        problems += divides(p.etp, model.expert_ffn, f"{P}.etp", "the experts' feed-forward size")
     else:
         for name, value in (("ep", p.ep), ("etp", p.etp)):
             if value > 1:
