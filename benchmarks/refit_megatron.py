@@ -69,15 +69,16 @@ class Settings:
 
 def start_engine(folder: Path, settings: Settings) -> Engine:
     """The engine: on the trainer's GPUs with TP and expert parallelism over them, or on the GPU behind the trainer's."""
-    devices = "1" if settings.split else ",".join(map(str, range(settings.gpus)))
-    size = 1 if settings.split else settings.gpus
-    more: dict[str, Any] = {"tensor_parallel_size": size, "enable_expert_parallel": True} if size > 1 else {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(settings.gpus)))).split(",")
+    devices = seen[1:2] if settings.split else seen[: settings.gpus]
+    more: dict[str, Any] = {"tensor_parallel_size": len(devices), "enable_expert_parallel": True} if len(devices) > 1 else {}
     if settings.engine == "mxfp8":
         more["quantization"] = "mxfp8"
-    ours = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+    ours = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     try:
-        log = settings.out / f"engine-{settings.engine}-{devices.replace(',', '')}.log"
+        log = settings.out / f"engine-{settings.engine}-{''.join(devices)}.log"
         return Engine(folder, log, **EAGER, load_format="dummy", **({"gpu_memory_utilization": 0.5} | more))
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
@@ -91,12 +92,13 @@ def trainer_rank(rank: int, folder: Path, port: int, settings: Settings) -> None
     torch.cuda.set_device(rank)
     import_megatron()
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)
+    ceiling = copy_ceiling()  # while the GPU is empty: weights of both sides leave no room for it
+    dist.barrier()
     engine = start_engine(folder, settings) if rank == 0 else None
     bridge, chunks = build_megatron(folder, ep=world, dtype="bfloat16", load=False)
     if engine is not None:
         engine.wait(400)
     dist.barrier()
-    ceiling = copy_ceiling()
     rows = []
     for wire in settings.wires:
         try:
@@ -116,7 +118,9 @@ def trainer_rank(rank: int, folder: Path, port: int, settings: Settings) -> None
 
 def measure(wire: str, chunks: list[Any], bridge: Any, engine: Engine | None, settings: Settings) -> dict[str, Any]:
     """One row: prepare, refits of changed weights, verify. Seconds are medians, `first` is the first refit's."""
-    config = SenderConfig(wire=wire.removesuffix("+q"), resident=True, prequantize=wire.endswith("+q"))  # type: ignore[arg-type]
+    config = SenderConfig(
+        wire=wire.removesuffix("+q"), resident=True, hash_reloaded=settings.verify, prequantize=wire.endswith("+q")
+    )  # type: ignore[arg-type]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()

@@ -46,11 +46,7 @@ MIMO = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
-MINIMAX = {
-    "rotary_dim": 32,
-    "scoring_func": "sqrtsoftplus",
-    "use_routing_bias": True,
-}  # of those with a bias the one that a CPU runs
+MINIMAX = {"rotary_dim": 32, "scoring_func": "softmax", "use_routing_bias": True}  # the router that a CPU runs
 
 MORE: dict[str, tuple[str, Callable[[], Any]]] = {
     "mistral": ("MistralForCausalLM", lambda: transformers.MistralConfig(**DENSE, head_dim=32)),

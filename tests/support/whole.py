@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from vllm_refit_ext.client import EngineClient
+from vllm_refit_ext.client import EngineClient, raise_problems
 from vllm_refit_ext.core.messages import PrepareReply, UpdateInfo, UpdateReport
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.wires import shm
@@ -41,7 +41,7 @@ class WholeTrainer:
 
     def refit(self, version: str) -> list[UpdateReport]:
         """A whole refit: prepare without problems, publish, update."""
-        assert [r.problems for r in self.prepare()] == [[]] * len(self.client.status())
+        raise_problems(self.prepare())
         return self.client.update(self.publish(version))
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ is finalised, and `recover` puts a model back that a failure left half way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -77,6 +78,7 @@ def reload_weights(
     context = set_current_vllm_config(view.vllm_config), torch.device(view.device), torch.no_grad()
     with context[0], context[1], context[2], _zeroed_padding(), writes.replaying():
         kernels = _forget_cpu_kernels(view)
+        _name_loaders(model)
         layerwise.initialize_layerwise_reload(model)
         writes.watch(model)
         open_layers = {layer for layer in model.modules() if layerwise.get_layerwise_info(layer).can_load()}
@@ -250,6 +252,18 @@ def _zeroed_padding() -> Iterator[None]:
         yield
     finally:
         meta.materialize_meta_tensor = original
+
+
+def _name_loaders(model: torch.nn.Module) -> None:
+    """Give loaders that are partial functions a name: vLLM's reload tells its own wrapper from others by `__name__`."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        for tensors in (layer._parameters, layer._buffers, *layerwise.get_layerwise_info(layer).restore_metadata):
+            for tensor in tensors.values():
+                loader = getattr(tensor, "weight_loader", None)
+                if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+                    cast(Any, loader).__name__ = getattr(loader.func, "__name__", "partial")
 
 
 def _forget_cpu_kernels(view: WorkerView) -> list[tuple[Any, Any]]:

@@ -30,11 +30,17 @@ def may_stay_unwritten(name: str, twin: torch.Tensor, created: Created, count: i
     leaf = name.rsplit(".", 1)[-1]
     if leaf in KV_SCALES:
         return "placeholder for a KV cache scale that no checkpoint tensor offers"
-    if name in created.buffers and not (name in created.persistent and leaf.endswith(LOADED_BUFFERS)):
+    loaded = name in created.persistent and leaf.endswith(LOADED_BUFFERS) and not _of_the_processor(created, name)
+    if name in created.buffers and not loaded:
         return "buffer computed when the model is built" if untouched else ""
     if count == twin.numel() - int(getattr(twin, "weight_loader_numel", twin.numel())):
         return "padding that the layer declares"
     return ""
+
+
+def _of_the_processor(created: Created, name: str) -> bool:
+    """Whether a buffer holds means and deviations of the image processor, which no checkpoint has."""
+    return type(created.slots[name][0]).__module__.endswith(".mm_input_norm")
 
 
 def why_dropped(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
