@@ -300,6 +300,7 @@ def test_parts_of_several_versions_are_named() -> None:
     parts = mixed(manifest, parts, ["model.layers.1.w"], "v3", "v4")
     assert parts["model.layers.1.w"] == "v4"
     assert "*.layers.1.*" not in parts
+    assert "*" not in mixed(manifest, parts, layers(2), "v4", "v5"), "nothing of the last full version is left"
     assert mixed(manifest, parts, ["*"], "v4", "v5") == {}
     assert mixed(manifest, parts, [], "v4", "v5") == {}
 

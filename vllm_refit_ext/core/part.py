@@ -55,6 +55,8 @@ def mixed(manifest: Manifest, parts: dict[str, str], patterns: Sequence[str], ol
     names = names_in(manifest, patterns)
     kept = {p: v for p, v in (parts or {"*": old}).items() if p == "*" or not names_in(manifest, [p]) <= names}
     found = {p: v for p, v in kept.items() if p not in patterns} | dict.fromkeys(patterns, new)
+    if names_in(manifest, [p for p in found if p != "*"]) >= set(manifest.tensors):
+        found.pop("*", None)  # nothing of it is left
     return {} if names >= set(manifest.tensors) else found
 
 
