@@ -108,12 +108,13 @@ class SourceMap:
             now = [place[name] for place, name in self._places]
         except KeyError:
             return False
-        return (
-            list(map(torch.Tensor.data_ptr, now)) == self._addresses
-            and all(map(torch.Tensor.is_contiguous, now))
-            and list(map(_SHAPE, now)) == self._known[0]
-            and list(map(_DTYPE, now)) == self._known[1]
-        )
+        with torch._C.DisableTorchFunction():  # a mode, such as a default device, would make each question a call of Python
+            return (
+                list(map(torch.Tensor.data_ptr, now)) == self._addresses
+                and all(map(torch.Tensor.is_contiguous, now))
+                and list(map(_SHAPE, now)) == self._known[0]
+                and list(map(_DTYPE, now)) == self._known[1]
+            )
 
     @functools.cached_property
     def _known(self) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:

@@ -99,9 +99,12 @@ class Offered:
         """
         self.source.refresh()
         live = self.source.tensors
-        # A pass in C over each of these; what else may have changed shows in one of them.
-        looks = (list(map(torch.Tensor.data_ptr, live)), list(map(torch.Tensor.numel, live)))
-        if looks != self._looks or not all(map(torch.Tensor.is_contiguous, live)):
+        # A pass in C over each of these; what else may have changed shows in one of them. A mode, such as a default device,
+        # would make each question a call of Python.
+        with torch._C.DisableTorchFunction():
+            looks = (list(map(torch.Tensor.data_ptr, live)), list(map(torch.Tensor.numel, live)))
+            contiguous = all(map(torch.Tensor.is_contiguous, live))
+        if looks != self._looks or not contiguous:
             problems = misfits(live, self.placements.buffers[: len(live)])
             if problems:
                 raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not what the plan was made for")

@@ -80,7 +80,9 @@ def addresses_of(tensors: Sequence[torch.Tensor], used: Sequence[int], where: st
     """Addresses of the tensors numbered `used`, for one refit. Raises WireError where one is not contiguous: a plan's offsets
     count row-major elements, whatever the tensor looked like when the plan was made."""
     mine = [tensors[i] for i in used]
-    if not all(map(torch.Tensor.is_contiguous, mine)):
+    with torch._C.DisableTorchFunction():  # a mode would make each question a call of Python
+        contiguous, addresses = all(map(torch.Tensor.is_contiguous, mine)), list(map(torch.Tensor.data_ptr, mine))
+    if not contiguous:
         do = "make the parameter contiguous again (`.contiguous()`), or prepare again"
         problems = [
             Problem("a tensor is no longer contiguous", f"{where}, buffer {i}", f"strides {t.stride()}", do=do)
@@ -88,7 +90,7 @@ def addresses_of(tensors: Sequence[torch.Tensor], used: Sequence[int], where: st
             if not t.is_contiguous()
         ]
         raise WireError.of(problems)
-    return list(map(torch.Tensor.data_ptr, mine))
+    return addresses
 
 
 def move_digest(plan: Plan, move: int, box: Content) -> int:
