@@ -261,7 +261,7 @@ def test_a_trainer_that_dies_is_noticed(started, fresh):
     folders, engines = started
     engine = engines["bf16", 0]
     client = engine.wait()
-    command = [sys.executable, "-m", "tests.support.gpu_jobs", client._url, str(folders[1])]
+    command = [sys.executable, "-m", "tests.support.gpu_jobs", client.name, str(folders[1])]
     assert subprocess.run(command, cwd=ROOT, timeout=120, check=False).returncode == 9
     end = time.monotonic() + 60
     while client.status()[0].state != "torn" and time.monotonic() < end:
