@@ -257,7 +257,9 @@ class HTTPClient(EngineClient):
         self.name, self._key = url.rstrip("/"), api_key
 
     def call(self, method: str, args: tuple[Any, ...] = (), timeout_s: float | None = None) -> list[Any]:
-        body = {"method": method, "args": [_json(a) for a in args]} | ({"timeout": timeout_s} if timeout_s else {})
+        body = {"method": method, "args": [base64.b64encode(a).decode() if isinstance(a, bytes) else a for a in args]} | (
+            {"timeout": timeout_s} if timeout_s else {}
+        )
         answer = self.post("/collective_rpc", body, timeout_s)
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list):
@@ -372,10 +374,8 @@ def _differences(reply: VerifyReply, digests: Mapping[str, Mapping[str, str]]) -
     """What one rank's digests lack or hold otherwise."""
     where, wanted = f"engine rank {reply.rank}", digests.get(str(reply.rank))
     if wanted is None:
-        got = ", ".join(map(repr, digests)) or "none"
-        return [
-            Problem("no digests were given for it", where, f"ranks {got}", f"{str(reply.rank)!r}", "pass those of every rank")
-        ]
+        got, do = ", ".join(map(repr, digests)) or "none", "pass those of every rank"
+        return [Problem("no digests were given for it", where, f"ranks {got}", f"{str(reply.rank)!r}", do)]
     problems = []
     differs = [name for name, digest in reply.digests.items() if name in wanted and wanted[name] != digest]
     if differs:
@@ -397,7 +397,3 @@ def _not_vllm(where: str, answer: object) -> WireError:
         wanted='{"results": [one reply a worker]}',
         do="see whether a proxy answers, and whether the server runs with VLLM_SERVER_DEV_MODE=1",
     )
-
-
-def _json(value: Any) -> Any:
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
