@@ -12,6 +12,7 @@ from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.receiver import writers
+from vllm_refit_ext.wires.boxes import Memory
 
 
 def test_a_box_is_copied_before_the_next_source_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +24,9 @@ def test_a_box_is_copied_before_the_next_source_is_asked_for(monkeypatch: pytest
     plan = build_plan(manifest, Placements.from_rows(halves, rows), Placements.from_rows(*whole))
     events: list[str] = []
 
-    class Ring:
+    class Ring(Memory):
+        ordered = True
+
         def memory(self, buffer: int) -> torch.Tensor:
             events.append(f"source {buffer}")
             return torch.full((64,), buffer + 1, dtype=torch.uint8)
