@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_refit_ext.receiver.extension import RefitWorkerExtension
+from vllm_refit_ext.engine.extension import RefitWorkerExtension
 from vllm_refit_ext.wires import cuda_ipc
 
 

@@ -144,8 +144,8 @@ MODELS: dict[str, Callable[[], tuple[dict[str, Any], Entries]]] = {
 
 def measure(model: str, tp: int, ep: bool, rank: int) -> dict[str, Any]:
     """Record one worker's routes of a model in `MODELS`. Seconds, names, moves, and the process's peak memory in MB."""
-    from vllm_refit_ext.receiver.offline import as_worker, build_on_meta, engine_config
-    from vllm_refit_ext.receiver.routes import record_routes
+    from vllm_refit_ext.engine.offline import as_worker, build_on_meta, engine_config
+    from vllm_refit_ext.engine.record import record_routes
 
     config, entries = MODELS[model]()
     began = time.perf_counter()
@@ -189,7 +189,7 @@ def main() -> None:
 
 def measure_small() -> None:
     """Record a one-layer model, so that what is measured after it contains no imports."""
-    from vllm_refit_ext.receiver.offline import engine_routes
+    from vllm_refit_ext.engine.offline import engine_routes
 
     config, entries = qwen3_moe(1, 128, 4, 4, 64)
     engine_routes(config, entries)

@@ -33,8 +33,8 @@ from vllm_refit_ext.core.layouts import Held, layout_of
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.engine.held import HeldParam
 from vllm_refit_ext.kernels.table import Table
-from vllm_refit_ext.receiver.held import HeldParam
 from vllm_refit_ext.receiver.kernel_moves import kernel_moves, number_buffers
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.receiver.recording import Recording
@@ -51,7 +51,7 @@ def routes_of(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], tp: in
     """Rank 0's routes of an engine of `tp` ranks, recorded on a model without storage."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm_refit_ext.receiver.offline import engine_routes
+    from vllm_refit_ext.engine.offline import engine_routes
 
     return engine_routes(config, {name: (spec.shape, "bfloat16") for name, spec in specs.items()}, tp=tp)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_refit_ext.receiver.extension import RefitWorkerExtension
+    from vllm_refit_ext.engine.extension import RefitWorkerExtension
 
 __all__ = ["RefitWorkerExtension"]
 
 
 def __getattr__(name: str) -> object:
     if name == "RefitWorkerExtension":
-        from vllm_refit_ext.receiver.extension import RefitWorkerExtension
+        from vllm_refit_ext.engine.extension import RefitWorkerExtension
 
         return RefitWorkerExtension
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ it imports nothing heavy: each half is installed when vLLM itself imports the mo
 has happened.
 
 `VLLM_PLUGINS`, if set, must name `refit`; otherwise none of this runs, and what is left is the workers' backstop
-(`receiver.guard`).
+(`engine.guard`).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ logger = logging.getLogger(__name__)
 def _register_backend(module: Any) -> None:
     factory = module.WeightTransferEngineFactory
     if "refit" not in factory._registry:
-        factory.register_engine("refit", "vllm_refit_ext.receiver.engine", "RefitEngine")
+        factory.register_engine("refit", "vllm_refit_ext.engine.weight_transfer", "RefitEngine")
 
 
 def _guard_engine(module: Any) -> None:
-    from vllm_refit_ext.receiver import core_hook
+    from vllm_refit_ext.engine import core_hook
 
     core_hook.wrap(module)
 
 
 def _guard_front(module: Any) -> None:
-    from vllm_refit_ext.receiver import front
+    from vllm_refit_ext.engine import frontend
 
-    front.wrap(module)
+    frontend.wrap(module)
 
 
 def _reach_replicas(module: Any) -> None:
-    from vllm_refit_ext.receiver import front
+    from vllm_refit_ext.engine import frontend
 
-    front.wrap_client(module)
+    frontend.wrap_client(module)
 
 
 HOOKS: dict[str, Callable[[Any], None]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from vllm_refit_ext.receiver.routes import Routes
+from vllm_refit_ext.receiver.routes.table import Routes
 
 Entries = dict[str, tuple[tuple[int, ...], str]]
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from tests.engine.routes_support import config
 from vllm_refit_ext.core.errors import RefitError
-from vllm_refit_ext.receiver.offline import as_worker, engine_config
-from vllm_refit_ext.receiver.reload import reload_weights
-from vllm_refit_ext.receiver.routes import record_routes
+from vllm_refit_ext.engine.offline import as_worker, engine_config
+from vllm_refit_ext.engine.record import record_routes
+from vllm_refit_ext.engine.reload import reload_weights
 
 pytestmark = pytest.mark.engine
 

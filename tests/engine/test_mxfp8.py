@@ -32,14 +32,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def live(llm) -> dict[str, torch.Tensor]:
     """Copies of every tensor of the engine, parameters, buffers and derived ones."""
-    from vllm_refit_ext.receiver.inventory import tensors
+    from vllm_refit_ext.engine.inventory import tensors
 
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     return {n: t.detach().clone() for n, t in tensors(model).items()}
 
 
 def addresses(llm) -> dict[str, int]:
-    from vllm_refit_ext.receiver.inventory import tensors
+    from vllm_refit_ext.engine.inventory import tensors
 
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     return {n: t.data_ptr() for n, t in tensors(model).items()}

@@ -13,8 +13,8 @@ from tests.support.architectures import LATENT
 from tests.support.engines import answers, fresh_answers, open_llm
 from tests.support.seam_cases import pair
 from vllm_refit_ext.core.errors import ManifestError, RefitError, TornError, WireError
-from vllm_refit_ext.receiver.reload import recover, reload_weights
-from vllm_refit_ext.receiver.worker_view import WorkerView
+from vllm_refit_ext.engine.reload import recover, reload_weights
+from vllm_refit_ext.engine.worker_view import WorkerView
 
 pytestmark = pytest.mark.engine
 

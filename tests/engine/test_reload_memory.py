@@ -21,10 +21,10 @@ from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.manifest import parse_state_dict_info, whole_tensors
 from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.engine.reload import reload_weights
+from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.peak import reload_bytes
-from vllm_refit_ext.receiver.reload import reload_weights
 from vllm_refit_ext.receiver.targets import build_targets
-from vllm_refit_ext.receiver.worker_view import WorkerView
 from vllm_refit_ext.receiver.writers import ReloadWriter
 
 pytestmark = pytest.mark.engine

@@ -12,9 +12,9 @@ import pytest
 from tests.engine.routes_support import Entries, checkpoint_entries, config
 from tests.support.engines import choose_layouts
 from vllm_refit_ext.core.errors import RouteError
-from vllm_refit_ext.receiver.inventory import inventory
-from vllm_refit_ext.receiver.offline import engine_routes
-from vllm_refit_ext.receiver.routes import record_routes
+from vllm_refit_ext.engine.inventory import inventory
+from vllm_refit_ext.engine.offline import engine_routes
+from vllm_refit_ext.engine.record import record_routes
 
 pytestmark = pytest.mark.engine
 

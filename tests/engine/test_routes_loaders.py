@@ -11,8 +11,9 @@ from torch import nn
 
 from tests.engine.routes_support import Entries, random_tensors, replay
 from vllm_refit_ext.core.errors import RouteError
+from vllm_refit_ext.engine.record import record_routes
 from vllm_refit_ext.receiver.keep import keep
-from vllm_refit_ext.receiver.routes import Routes, record_routes
+from vllm_refit_ext.receiver.routes.table import Routes
 
 pytestmark = pytest.mark.engine
 

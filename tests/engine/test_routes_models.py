@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from tests.engine.routes_support import CONFIGS, MOE, Entries, checkpoint_entries, config, entries_of, random_tensors, replay
-from vllm_refit_ext.receiver.offline import as_worker, engine_config, engine_routes
-from vllm_refit_ext.receiver.routes import Routes, record_routes
+from vllm_refit_ext.engine.offline import as_worker, engine_config, engine_routes
+from vllm_refit_ext.engine.record import record_routes
+from vllm_refit_ext.receiver.routes.table import Routes
 
 pytestmark = pytest.mark.engine
 

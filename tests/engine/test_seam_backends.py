@@ -15,9 +15,9 @@ from tests.support.seam_cases import pair
 from tests.support.whole import WholeTrainer
 from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.core.errors import ConfigError, SessionError, TornError
-from vllm_refit_ext.receiver import engine as seam
+from vllm_refit_ext.engine import weight_transfer
+from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.session import Receiver
-from vllm_refit_ext.receiver.worker_view import WorkerView
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,7 @@ def with_backend(folders: tuple[Path, Path], wanted: list[Any]) -> Iterator[Any]
     time.
     """
     with pytest.MonkeyPatch.context() as patch, unmixed():
-        patch.setattr(seam, "open_handler", FakeHandler)
+        patch.setattr(weight_transfer, "open_handler", FakeHandler)
         with open_llm(folders[0], in_process=True, weight_transfer_config={"backend": "refit"}) as llm:
             yield llm
 
@@ -180,7 +180,7 @@ def test_another_backend_keeps_its_calls(folders: tuple[Path, Path], wanted: lis
             other = worker.weight_transfer_engine
             handler = FakeHandler(WorkerView.of_worker(worker))
             handler.prepare({"a": [[1], "float32"]})
-            seam.install(worker, handler)
+            weight_transfer.install(worker, handler)
             llm.collective_rpc("init_weight_transfer_engine", args=({"rank_offset": 1},))
             llm.collective_rpc("start_weight_update")
             # ours in the middle of a session whose start the other backend has not seen yet
@@ -206,7 +206,7 @@ def test_another_backend_keeps_its_calls(folders: tuple[Path, Path], wanted: lis
 def test_our_client_drives_the_backend_beside_an_extension_of_the_users_own(
     folders: tuple[Path, Path], wanted: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seam, "open_handler", Receiver)
+    monkeypatch.setattr(weight_transfer, "open_handler", Receiver)
     extension = "tests.engine.own_extension.OwnExtension"
     with open_llm(folders[0], extension=extension, weight_transfer_config={"backend": "refit"}) as llm:
         client = LLMClient(llm)
@@ -224,7 +224,7 @@ def test_our_client_drives_the_backend_beside_an_extension_of_the_users_own(
 
 def test_backend_outside_of_a_worker_is_refused() -> None:
     with pytest.raises(ConfigError, match="outside of a vLLM worker"):
-        seam.RefitEngine(None, None, None, None)
+        weight_transfer.RefitEngine(None, None, None, None)
 
 
 def test_registering_twice_is_harmless() -> None:

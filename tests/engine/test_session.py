@@ -22,7 +22,8 @@ from tests.support.whole import WholeTrainer
 from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.core.errors import RefitError, VerifyError
 from vllm_refit_ext.core.messages import to_rpc
-from vllm_refit_ext.receiver import live_layout, session
+from vllm_refit_ext.engine import live_layout
+from vllm_refit_ext.receiver import session
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 
 pytestmark = pytest.mark.engine

@@ -14,8 +14,8 @@ from examples.support.tiny_model import save_tokenizer
 from tests.engine.routes_support import CONFIGS, Entries, checkpoint_entries
 from tests.support.engines import Answer, open_llm
 from tests.support.more_architectures import MORE
-from vllm_refit_ext.receiver import inventory
-from vllm_refit_ext.receiver.offline import import_model
+from vllm_refit_ext.engine import inventory
+from vllm_refit_ext.engine.offline import import_model
 
 PROMPTS = ([5, 9, 3, 7, 11], [1, 2], [200, 30, 77, 41, 8, 8, 100])
 LATENT = {"attention_config": {"backend": "CPU_MLA"}}

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_refit_ext.core.errors import RefitError, SessionError, TornError
-from vllm_refit_ext.receiver import agree, engine, guard
-from vllm_refit_ext.receiver.reload import reload_weights
+from vllm_refit_ext.engine import guard, weight_transfer
+from vllm_refit_ext.engine.reload import reload_weights
+from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.receiver import agree
 from vllm_refit_ext.receiver.session import part_of, session_of
-from vllm_refit_ext.receiver.worker_view import WorkerView
 
 
 class FakeHandler:
@@ -80,12 +81,12 @@ class FakeExtension:
         """What the product's `prepare_refit_info` does at its end."""
         handler = FakeHandler(WorkerView.of_worker(self))
         handler.prepared = True
-        engine.install(self, handler)
+        weight_transfer.install(self, handler)
         return handler.status()
 
     def refit_status(self) -> dict[str, Any]:
         """Status with the guard's mark."""
-        seam = engine.seam_of(self)
+        seam = weight_transfer.seam_of(self)
         return dict(seam.handler.status() if seam is not None else {}) | {"mark": guard.report(self)}
 
     def refit_reload(self, path: str) -> list[str]:
@@ -93,5 +94,5 @@ class FakeExtension:
         return reload_weights(WorkerView.of_worker(self), iter(load_file(path).items())).untouched
 
 
-engine.answer_early(Worker)
-engine.open_handler = FakeHandler
+weight_transfer.answer_early(Worker)
+weight_transfer.open_handler = FakeHandler

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tests.support.gpu_engine import sha
-from vllm_refit_ext.receiver import inventory
-from vllm_refit_ext.receiver.extension import RefitWorkerExtension
+from vllm_refit_ext.engine import inventory
+from vllm_refit_ext.engine.extension import RefitWorkerExtension
 
 
 class ProbeExtension(RefitWorkerExtension):
@@ -45,7 +45,7 @@ class ProbeExtension(RefitWorkerExtension):
         """Run an update `repeats` times inside the worker; seconds of each by phase, without the way there."""
         import time
 
-        from vllm_refit_ext.receiver.extension import receiver_of
+        from vllm_refit_ext.engine.extension import receiver_of
 
         found = []
         for _ in range(repeats):

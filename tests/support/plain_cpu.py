@@ -16,7 +16,7 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
 from vllm_refit_ext import RefitWorkerExtension
-from vllm_refit_ext.receiver import live_layout
+from vllm_refit_ext.engine import live_layout
 from vllm_refit_ext.receiver.writers import PLAIN
 
 APPLY = ("topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map")

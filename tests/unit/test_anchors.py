@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_refit_ext.receiver.anchors import Anchors
-from vllm_refit_ext.receiver.inventory import everything, inventory
+from vllm_refit_ext.engine.anchors import Anchors
+from vllm_refit_ext.engine.inventory import everything, inventory
 
 
 def layer() -> nn.Module:

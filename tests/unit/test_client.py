@@ -14,7 +14,7 @@ from vllm_refit_ext import client as module
 from vllm_refit_ext.client import AsyncLLMClient, FunctionClient, HTTPClient, LLMClient
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, RefitError, VerifyError, WireError
 from vllm_refit_ext.core.messages import PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, to_rpc
-from vllm_refit_ext.receiver import front
+from vllm_refit_ext.engine import frontend
 
 INFO = UpdateInfo(wire="shm", version="v", session="s", deadline_s=0.3)
 CALLS = {
@@ -163,15 +163,15 @@ def test_a_front_returns_the_replies_of_every_replica():
         async def call_utility_async(self, method, *args):
             return await self._call_utility_async(method, *args, engine=b"0")
 
-    front.wrap_client(SimpleNamespace(DPLBAsyncMPClient=Client))
-    front.wrap_client(SimpleNamespace(DPLBAsyncMPClient=Client))
+    frontend.wrap_client(SimpleNamespace(DPLBAsyncMPClient=Client))
+    frontend.wrap_client(SimpleNamespace(DPLBAsyncMPClient=Client))
     ask = lambda method, *args: asyncio.run(Client().call_utility_async(method, *args))  # noqa: E731
     for name in ("refit_status", "prepare_refit_info"):
         assert ask("collective_rpc", name, None, (), None) == [(name, b"0"), (name, b"1")]
     assert ask("collective_rpc", "update_weights", None, (), None) == [("update_weights", b"0")]
     assert ask("pause", "x") == [("x", b"0")]
     with pytest.raises(ConfigError, match="data parallel replicas"):
-        front.wrap_client(SimpleNamespace(DPLBAsyncMPClient=type("Other", (), {})))
+        frontend.wrap_client(SimpleNamespace(DPLBAsyncMPClient=type("Other", (), {})))
 
 
 HELD = [{"a": "01", "b": "02"}, {"c": "03"}]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_refit_ext.core.errors import ConfigError
-from vllm_refit_ext.receiver.follow import Follower
+from vllm_refit_ext.engine.follow import Follower
 from vllm_refit_ext.wires.registry import Entry, StoreRegistry, serve
 
 

@@ -13,15 +13,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ("examples", "tests", "benchmarks")
 """What is not installed with the packages, so nothing in them may need it."""
+ENGINE_SIDE = ("vllm_refit_ext.receiver", "vllm_refit_ext.engine")
 FORBIDDEN = [
-    ("vllm_refit_ext/core", (*OUTSIDE, "vllm", "megatron", "torch", "triton", "megatron_sender", "vllm_refit_ext.receiver",
+    ("vllm_refit_ext/core", (*OUTSIDE, "vllm", "megatron", "torch", "triton", "megatron_sender", *ENGINE_SIDE,
                              "vllm_refit_ext.kernels", "vllm_refit_ext.wires", "vllm_refit_ext.client")),
-    ("vllm_refit_ext/kernels", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.receiver", "vllm_refit_ext.wires")),
-    ("vllm_refit_ext/wires", (*OUTSIDE, "vllm", "megatron", "megatron_sender", "vllm_refit_ext.receiver")),
+    ("vllm_refit_ext/kernels", (*OUTSIDE, "megatron", "megatron_sender", *ENGINE_SIDE, "vllm_refit_ext.wires")),
+    ("vllm_refit_ext/wires", (*OUTSIDE, "vllm", "megatron", "megatron_sender", *ENGINE_SIDE)),
     ("vllm_refit_ext/receiver", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.client", "vllm_refit_ext.sender")),
-    ("vllm_refit_ext/sender", (*OUTSIDE, "vllm", "megatron", "megatron_sender", "vllm_refit_ext.receiver")),
+    ("vllm_refit_ext/engine", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.client", "vllm_refit_ext.sender")),
+    ("vllm_refit_ext/sender", (*OUTSIDE, "vllm", "megatron", "megatron_sender", *ENGINE_SIDE)),
     ("vllm_refit_ext", OUTSIDE),
-    ("megatron_sender", (*OUTSIDE, "vllm", "vllm_refit_ext.receiver", "vllm_refit_ext.tools")),
+    ("megatron_sender", (*OUTSIDE, "vllm", *ENGINE_SIDE, "vllm_refit_ext.tools")),
 ]  # fmt: skip
 """Folder -> what no file in it names in an import, at the top or in a function. `vllm-refit plan` alone joins both packages."""
 
@@ -30,13 +32,13 @@ CASES = [
      ("torch", "vllm", "megatron", "triton")),
     ("vllm_refit_ext", ("torch", "vllm", "megatron", "triton")),
     ("megatron_sender", ("torch", "vllm", "megatron")),
-    ("megatron_sender.sender", ("vllm", "vllm_refit_ext.receiver")),
+    ("megatron_sender.sender", ("vllm", *ENGINE_SIDE)),
     ("vllm_refit_ext.client", ("torch", "vllm", "megatron")),
     ("vllm_refit_ext.sender", ("torch", "vllm", "megatron")),
     ("vllm_refit_ext.sender.source", ("vllm", "megatron", "triton")),
     ("vllm_refit_ext.sender.geometry", ("torch", "vllm", "megatron")),
     ("vllm_refit_ext.sender.dtensor", ("vllm", "megatron", "triton", "transformers")),
-    ("vllm_refit_ext.sender.sender", ("vllm", "megatron", "vllm_refit_ext.receiver")),
+    ("vllm_refit_ext.sender.sender", ("vllm", "megatron", *ENGINE_SIDE)),
     ("vllm_refit_ext.plugin", ("torch", "triton", "megatron")),
     ("vllm_refit_ext.wires.shm", ("vllm", "megatron")),
 ]  # fmt: skip

@@ -17,8 +17,8 @@ import torch
 from torch.distributed import FileStore, TCPStore
 
 from vllm_refit_ext.core.errors import DeadlineError, ManifestError, Problem, RefitError, SessionError, TornError, WireError
+from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver import agree
-from vllm_refit_ext.receiver.worker_view import WorkerView
 
 
 def make_view(rank: int, size: int, store: Any = None, executor: str = "mp") -> WorkerView:

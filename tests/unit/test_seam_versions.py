@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_refit_ext.core.errors import ConfigError
-from vllm_refit_ext.receiver import versions
+from vllm_refit_ext.engine import versions
 
 OLD = ("config", "parallel_config", "model")
 NEW = ("config", "vllm_config", "device", "model")

@@ -36,7 +36,7 @@ which trainer ranks fill for their own host and relay for others. `collective`: 
 CachePolicy = Literal["reset", "reset_running", "keep"]
 """What a commit does with caches computed from older weights. `reset`: clear the prefix and encoder caches; refused before
 anything is written while requests run. `reset_running`: preempt running requests, so that they are computed again. `keep`: leave
-them; the caller accepts results that mix versions. See `receiver.caches`."""
+them; the caller accepts results that mix versions. See `engine.caches`."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

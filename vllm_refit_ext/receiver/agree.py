@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, TornError
-from vllm_refit_ext.receiver.worker_view import WorkerView
+from vllm_refit_ext.engine.worker_view import WorkerView
 
 T = TypeVar("T")
 

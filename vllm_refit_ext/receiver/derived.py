@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_refit_ext.receiver import inventory
-from vllm_refit_ext.receiver.worker_view import WorkerView
+from vllm_refit_ext.engine import inventory
+from vllm_refit_ext.engine.worker_view import WorkerView
 
 ABSORBED = ("W_UV", "W_UK_T", "W_UK", "W_K", "W_V", "W_K_scale", "W_V_scale")
 """Attributes that vLLM's latent attention makes from `kv_b_proj`."""

@@ -11,8 +11,8 @@ from torch import nn
 
 from vllm_refit_ext.core.coded import CHECKPOINT, SCALE, SCALE_OF, dequantised_to
 from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.targets import Targets
-from vllm_refit_ext.receiver.worker_view import WorkerView
 
 
 class ReloadBytes(NamedTuple):

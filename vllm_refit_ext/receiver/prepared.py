@@ -23,6 +23,8 @@ from vllm_refit_ext.core.placement import Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.sites import distances, this_site
 from vllm_refit_ext.core.table import pack_placements
+from vllm_refit_ext.engine.versions import adapter
+from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.derived import Derived
 from vllm_refit_ext.receiver.fp8 import parse_fp8_config
 from vllm_refit_ext.receiver.held_digests import HeldDigests
@@ -31,8 +33,6 @@ from vllm_refit_ext.receiver.kernel_moves import KernelMoves, kernel_moves
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.receiver.peak import reload_bytes
 from vllm_refit_ext.receiver.targets import Targets, build_targets, record
-from vllm_refit_ext.receiver.versions import adapter
-from vllm_refit_ext.receiver.worker_view import WorkerView
 from vllm_refit_ext.receiver.writers import InPlaceWriter, Reload, ReloadWriter
 
 PARTS_KEPT = 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from vllm_refit_ext.core.manifest import Manifest
-from vllm_refit_ext.receiver.held import is_mxfp8
-from vllm_refit_ext.receiver.routes.record import record_routes
+from vllm_refit_ext.engine.held import is_mxfp8
+from vllm_refit_ext.engine.record import record_routes
+from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.routes.table import Routes
-from vllm_refit_ext.receiver.worker_view import WorkerView
 
 CODES = "float8_e4m3fn"
 

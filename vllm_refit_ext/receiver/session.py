@@ -24,14 +24,15 @@ from vllm_refit_ext.core.errors import ConfigError, DeadlineError, PlanError, Pr
 from vllm_refit_ext.core.messages import DEADLINE_S, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc
 from vllm_refit_ext.core.part import mixed
 from vllm_refit_ext.core.protocol import check_unchanged
-from vllm_refit_ext.receiver import agree, guard
-from vllm_refit_ext.receiver.anchors import Anchors
+from vllm_refit_ext.engine import guard
+from vllm_refit_ext.engine.anchors import Anchors
+from vllm_refit_ext.engine.reload import recover, reload_weights
+from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.receiver import agree
 from vllm_refit_ext.receiver.peak import free_bytes
 from vllm_refit_ext.receiver.prepared import Clock, Piece, Prepared, prepare
-from vllm_refit_ext.receiver.reload import recover, reload_weights
 from vllm_refit_ext.receiver.targets import Targets
 from vllm_refit_ext.receiver.verify import add_digest, compare
-from vllm_refit_ext.receiver.worker_view import WorkerView
 from vllm_refit_ext.wires import Reader, wire
 from vllm_refit_ext.wires.cuda_ipc import is_mapped
 

@@ -21,13 +21,13 @@ from vllm_refit_ext.core.dtypes import CASTS, cast_text
 from vllm_refit_ext.core.errors import Problem, RouteError, SessionError
 from vllm_refit_ext.core.manifest import Manifest, suggest, suggest_each
 from vllm_refit_ext.core.placement import Placements
-from vllm_refit_ext.receiver.held import HeldParam, config_scale, held_param, is_mxfp8
+from vllm_refit_ext.engine.held import HeldParam, config_scale, held_param, is_mxfp8
+from vllm_refit_ext.engine.live_layout import layout_of
+from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.keep import keep, overwritten
-from vllm_refit_ext.receiver.live_layout import layout_of
 from vllm_refit_ext.receiver.recording import Recording, record
 from vllm_refit_ext.receiver.routes.table import Routes
 from vllm_refit_ext.receiver.target_places import closure, module_of, place, unaligned
-from vllm_refit_ext.receiver.worker_view import WorkerView
 
 _CONVERTED = re.compile(r"(\w+) is converted to (\w+)")
 

@@ -22,7 +22,7 @@ from vllm_refit_ext.tools.plan_traffic import Traffic, direct, forwarded, merged
 
 if TYPE_CHECKING:
     from megatron_sender.config import Engine, Recipe
-    from vllm_refit_ext.receiver.routes import Routes
+    from vllm_refit_ext.receiver.routes.table import Routes
 
 ROWS_AT_ONCE = 1 << 19
 """Target rows that are planned together. Engines of one shape are alike, and the trainer's side is then sorted less often."""
@@ -116,7 +116,7 @@ def _gpus(recipe: Recipe, engines: int) -> tuple[Sequence[int], Sequence[int]]:
 
 def _routes(recipe: Recipe, engine: Engine, manifest: Manifest) -> list[Routes]:
     """Routes of each rank of one engine; engines of one shape share them."""
-    from vllm_refit_ext.receiver.offline import engine_routes
+    from vllm_refit_ext.engine.offline import engine_routes
 
     entries = {name: (spec.shape, spec.dtype) for name, spec in manifest.tensors.items()}
     return [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vllm_refit_ext.receiver.routes.created import Created
+from vllm_refit_ext.engine.created import Created
 
 if TYPE_CHECKING:
     from vllm_refit_ext.receiver.routes.table import Routes

@@ -15,8 +15,8 @@ from vllm_refit_ext.copies import through
 from vllm_refit_ext.core.affine import Box, Dim, TooManyBoxesError, decompose
 from vllm_refit_ext.core.dtypes import CASTS
 from vllm_refit_ext.core.placement import Buffer, Placements
+from vllm_refit_ext.engine.created import Created
 from vllm_refit_ext.receiver.routes import coverage, reasons
-from vllm_refit_ext.receiver.routes.created import Created
 from vllm_refit_ext.receiver.routes.recorder import Copy, Recorder, Write
 
 

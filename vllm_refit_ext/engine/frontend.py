@@ -17,8 +17,8 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, TornError
-from vllm_refit_ext.receiver.core_hook import MARK
-from vllm_refit_ext.receiver.guard import DO
+from vllm_refit_ext.engine.core_hook import MARK
+from vllm_refit_ext.engine.guard import DO
 
 WHAT = "this engine's weights mix two versions, so it refuses to generate"
 

@@ -14,7 +14,7 @@ import inspect
 from dataclasses import dataclass
 
 from vllm_refit_ext.core.errors import ConfigError, Problem
-from vllm_refit_ext.receiver import core_hook
+from vllm_refit_ext.engine import core_hook
 
 TESTED = ("0.24", "0.32", "0.33")
 WANTED = "vLLM 0.24.x, 0.32.x or 0.33.x (0.25 to 0.31 where their signatures equal one of these)"

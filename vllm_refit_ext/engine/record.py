@@ -14,7 +14,7 @@ from torch import nn
 from vllm_refit_ext.copies import storage_id
 from vllm_refit_ext.core.dtypes import dtype_name
 from vllm_refit_ext.core.errors import Problem, RouteError
-from vllm_refit_ext.receiver.routes.created import Created, as_created
+from vllm_refit_ext.engine.created import Created, as_created
 from vllm_refit_ext.receiver.routes.recorder import Recorder, ValueReadError
 from vllm_refit_ext.receiver.routes.table import Routes, build
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vllm_refit_ext.receiver import inventory
+from vllm_refit_ext.engine import inventory
 
 
 class Anchors:

@@ -20,7 +20,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_refit_ext.core.errors import Problem
 from vllm_refit_ext.core.messages import DEADLINE_S, Message, PrepareReply, Status, TakeReply, VerifyReply, to_rpc
-from vllm_refit_ext.receiver import agree, engine
+from vllm_refit_ext.engine import weight_transfer
+from vllm_refit_ext.receiver import agree
 from vllm_refit_ext.receiver.session import Receiver
 from vllm_refit_ext.receiver.taker import Taker
 
@@ -84,7 +85,7 @@ class RefitWorkerExtension:
         self, registry: Any = "", interval_s: Any = 1.0, caches: Any = "reset", deadline_s: Any = DEADLINE_S
     ) -> Message:
         """Take what is new in a registry from now on, between two steps; an empty registry ends it. The engine's process does
-        that (`receiver.follow`), and says so in `following` of the `Status` that this returns.
+        that (`engine.follow`), and says so in `following` of the `Status` that this returns.
         """
         return receiver_of(self).status()
 
@@ -105,7 +106,7 @@ RPCS: dict[str, RpcMethod] = {name: rpc for name, rpc in vars(RefitWorkerExtensi
 
 def receiver_of(worker: Any) -> Receiver:
     """The receiver of a vLLM worker, made on first use, with vLLM's own weight-transfer calls directed to it."""
-    receiver: Any = engine.install(worker).handler
+    receiver: Any = weight_transfer.install(worker).handler
     return receiver  # type: ignore[no-any-return]
 
 
@@ -118,4 +119,4 @@ def taker_of(worker: Any) -> Taker:
     return taker
 
 
-engine.answer_early(Worker)
+weight_transfer.answer_early(Worker)

@@ -35,8 +35,8 @@ from typing import Any
 import msgspec
 
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, RefitError, SessionError
-from vllm_refit_ext.receiver import caches, guard
-from vllm_refit_ext.receiver.follow import WAKE, Follower
+from vllm_refit_ext.engine import caches, guard
+from vllm_refit_ext.engine.follow import WAKE, Follower
 
 MARK = "refit-torn: "
 REALIGN_S = 60.0

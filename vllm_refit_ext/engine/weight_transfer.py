@@ -29,8 +29,9 @@ from typing import Any, Protocol
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError
-from vllm_refit_ext.receiver import agree, versions
-from vllm_refit_ext.receiver.worker_view import WorkerView
+from vllm_refit_ext.engine import versions
+from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.receiver import agree
 
 OURS = "wire"
 PREPARE = "state_dict_info"
@@ -98,7 +99,7 @@ class RefitEngine:
         return engine
 
     def _bind(self, worker: Any) -> None:
-        from vllm_refit_ext.receiver.extension import RPCS
+        from vllm_refit_ext.engine.extension import RPCS
 
         self.worker = worker
         worker._refit_engine = self

@@ -18,7 +18,7 @@ from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.core.layouts import Held, layout_of
 from vllm_refit_ext.core.mxfp8 import BLOCK, Rule
 from vllm_refit_ext.core.placement import Buffer
-from vllm_refit_ext.receiver import inventory
+from vllm_refit_ext.engine import inventory
 
 LINEAR_METHODS = frozenset({"Mxfp8OnlineLinearMethod", "ModelOptMxFp8LinearMethod", "ModelOptLinearMethod"})
 EXPERT_METHODS = frozenset({"Mxfp8OnlineMoEMethod", "ModelOptMxFp8FusedMoE", "CompressedTensorsW8A8Mxfp8MoEMethod"})

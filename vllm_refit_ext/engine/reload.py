@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from vllm_refit_ext.core.errors import ManifestError, Problem, RefitError, TornError
-from vllm_refit_ext.receiver.reload_writes import Writes
-from vllm_refit_ext.receiver.worker_view import WorkerView
+from vllm_refit_ext.engine.reload_writes import Writes
+from vllm_refit_ext.engine.worker_view import WorkerView
 
 
 class Reload(msgspec.Struct, frozen=True):

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from vllm_refit_ext.core.errors import ConfigError
 from vllm_refit_ext.core.stand_ins import Members, swap
+from vllm_refit_ext.engine.record import record_routes
 from vllm_refit_ext.kernels.meta import LargeOnMeta
-from vllm_refit_ext.receiver.routes import Routes, record_routes
+from vllm_refit_ext.receiver.routes.table import Routes
 
 LARGE = 1 << 16
 """Elements from which a tensor of a model that computes while it is built has no storage."""

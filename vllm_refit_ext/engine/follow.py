@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_refit_ext.core.errors import ConfigError, RefitError
 from vllm_refit_ext.core.messages import DEADLINE_S
-from vllm_refit_ext.receiver import caches as policies
+from vllm_refit_ext.engine import caches as policies
 from vllm_refit_ext.wires.registry import StoreRegistry, find
 
 WAKE = "refit-follow"

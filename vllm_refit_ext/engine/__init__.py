@@ -1,0 +1,1 @@
+"""Inside vLLM's worker, engine process and front end: the only room that names vLLM's private parts."""
