@@ -40,9 +40,9 @@ from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.receiver.recording import Recording
 from vllm_refit_ext.receiver.routes.table import Routes
 from vllm_refit_ext.receiver.target_places import place
+from vllm_refit_ext.wires import BUCKET_BYTES
 from vllm_refit_ext.wires.ring import RingRounds
 
-BUCKET_BYTES = 256 << 20
 PLAIN_PARTS = ("norm", "mlp.gate.weight", "embed_tokens", "lm_head")
 """Parameters that an MXFP8 engine keeps in BF16."""
 

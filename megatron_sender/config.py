@@ -172,7 +172,7 @@ class Refit(Part, frozen=True, kw_only=True):
     bucket_bytes: Annotated[
         int,
         Meta(ge=4096, le=1 << 40, description="Most payload of one message of a wire that stages; each holds two such buffers."),
-    ] = 256 << 20
+    ] = 512 << 20
     prequantize: Annotated[
         bool, Meta(description="The sender quantises its shards, so MXFP8 travels. Off: BF16 travels, the writer quantises.")
     ] = False

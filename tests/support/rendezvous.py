@@ -145,7 +145,8 @@ def _run_travel(
     deadline = time.monotonic() + 20
 
     def send(rank: int) -> None:
-        sent = packers[rank].run(meeting.rank(rank), sources[first[rank] : first[rank + 1]], deadline)
+        packers[rank].look(sources[first[rank] : first[rank + 1]])
+        sent = packers[rank].run(meeting.rank(rank), deadline)
         assert sent == {t: n for t in range(engines) if (n := meeting.bytes.get((rank, trainers + t), 0))}
 
     def receive(rank: int) -> None:

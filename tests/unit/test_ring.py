@@ -18,7 +18,7 @@ from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError, Wi
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
-from vllm_refit_ext.wires import cuda_ipc, ring, shm
+from vllm_refit_ext.wires import cuda_ipc, ring, ring_send, shm
 
 WAIT_S = 20.0
 
@@ -94,6 +94,61 @@ def test_a_late_reader_frees_nothing_while_the_next_refit_runs(ranks):
     targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
     ranks.refit(targets, pause=0.005)
     assert holds(ranks, targets, 0)
+
+
+class Stream(threading.local):
+    """A GPU's stream for each rank's thread: what is launched runs later and in order, a piece at every third look."""
+
+    def __init__(self) -> None:
+        self.work: list[Any] = []
+        self.ran = self.looks = 0
+
+    def launch(self, work: Any) -> None:
+        self.work.append(work)
+
+    def launched(self, _: torch.device) -> Any:
+        mine = len(self.work)
+
+        def ended() -> bool:
+            self.looks += 1
+            self.run(self.ran + (self.looks % 3 == 0))
+            return self.ran >= mine
+
+        return ended
+
+    def wait_for(self, _: torch.device) -> None:
+        self.run(len(self.work))
+
+    def run(self, until: int) -> None:
+        while self.ran < min(until, len(self.work)):
+            self.work[self.ran]()
+            self.ran += 1
+
+
+def test_launches_run_ahead_and_nothing_is_shown_or_freed_before_they_end(ranks, monkeypatch):
+    """Neither side waits for its kernels, and a message is ready, and a buffer free, when they have ended."""
+    stream, ahead = Stream(), []
+    copy, pack = torch._foreach_copy_, ranks.senders[0]._pack
+
+    def launch(number: int, into: torch.Tensor) -> None:
+        ahead.append(len(stream.work) - stream.ran)
+        stream.launch(lambda: pack(number, into))
+
+    for module in (ring, ring_send):
+        monkeypatch.setattr(module, "launched", stream.launched)
+    monkeypatch.setattr(ring, "wait_for", stream.wait_for)
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda into, out: stream.launch(lambda: copy(into, out)))
+    ranks.senders[0]._pack = launch
+    for factor in (1, 2):
+        for t in ranks.whole:
+            t.mul_(factor)
+        for t, whole in zip(ranks.tensors[0], ranks.whole, strict=True):
+            t.copy_(whole)
+        targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
+        ranks.refit(targets, pause=0.002)
+        assert holds(ranks, targets, 0)
+        assert holds(ranks, targets, 1)
+    assert max(ahead) > 0, "a message is packed while the one before it is"
 
 
 def test_a_refusal_is_of_its_session(ranks):

@@ -121,21 +121,24 @@ class Table:
         """Run all moves on the current stream. Digests start at zero each time. Raises LayoutError when nothing is bound."""
         if self._addresses is None:
             raise LayoutError("the table has no addresses", do="call bind first")
-        self.digests.zero_()
+        if len(self.digests):
+            self.digests.zero_()
         if self.backend == "torch":
             self._bad = twin.run(self.moves, self._buffers, self.digests)
             return
         from vllm_refit_ext.kernels.launch import launch
 
         for x in self._launches:
-            x.flags.zero_()
+            if len(x.flags):
+                x.flags.zero_()
             launch(x.key, x.tile, x.count, x.table, x.tiles, self.digests if "digest" in str(dict(x.key)["kernel"]) else x.flags)
 
     def nonfinite(self) -> list[int]:
         """Numbers of the QuantizeMoves whose source held NaN or Inf in the last launch, ascending. Waits for the stream."""
         if self.backend == "torch":
             return sorted(self._bad)
-        return sorted({int(i) for x in self._launches for i in x.owner[x.flags.cpu().numpy() != 0]})
+        flagged = [x for x in self._launches if len(x.flags)]
+        return sorted({int(i) for x in flagged for i in x.owner[x.flags.cpu().numpy() != 0]})
 
     def digest_values(self) -> list[int]:
         """The digests of the last launch as integers in [0, 2^64). Waits for the stream."""
@@ -144,6 +147,7 @@ class Table:
     def _upload(self, group: Group) -> _Launch:
         template = torch.tensor(group.rows, dtype=torch.int64).to(self.device)
         columns = sorted(group.slots)
+        flags = len(group.rows) if str(dict(group.key)["kernel"]).startswith("quantize") else 0
         return _Launch(
             key=group.key,
             tile=group.tile,
@@ -153,7 +157,7 @@ class Table:
             tiles=torch.from_numpy(group.tile_owner()).to(self.device),
             columns=torch.tensor(columns, dtype=torch.int64).to(self.device),
             slots=torch.tensor([group.slots[c] for c in columns], dtype=torch.int64).T.contiguous().to(self.device),
-            flags=torch.zeros(len(group.rows), dtype=torch.int32, device=self.device),
+            flags=torch.zeros(flags, dtype=torch.int32, device=self.device),
             owner=np.array(group.owner),
         )
 

@@ -74,6 +74,7 @@ class KernelWriter:
         self._table: Table | None = None
         self._token: object = None
         self._parts: list[tuple[KernelWriter, list[int]]] = []
+        self._launched: list[Table] = []
 
     @functools.cached_property
     def _scales(self) -> ScaleMoves:
@@ -85,23 +86,26 @@ class KernelWriter:
         return len(self._table.kernels) if self._table is not None else 0
 
     def write(self, reader: Memory) -> None:
-        """Execute all moves and wait for them. Raises LayoutError that names tensors with NaN or Inf where they were
-        quantised."""
+        """Launch all moves on the current stream; `finish` says how they went."""
+        self._launched = []
         if self._moves and self._on_host(reader):
             for part, buffers in self._parts or self._cut_in_parts():
                 part.write(_Uploaded({b: reader.memory(b).to(self.device) for b in buffers}))
+                self._launched += part._launched
             return
         if self._moves:
             table = self._bound(reader)
             table.launch()
-            if any(name.startswith("quantize") for name in table.kernels) or table.backend == "torch":
-                check_finite(table)
+            self._launched = [table]
         for move in self._dequantised:
             self._dequantise(move, reader)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
         if self._table is not None and self._token is None:
             self._table.release()  # memory of this refit alone, which may be an upload
+
+    def finish(self) -> None:
+        """Wait for what was quantised. Raises LayoutError that names tensors with NaN or Inf in it."""
+        for table in self._launched:
+            check_finite(table)
 
     def check(self, reader: Memory, sample: int, seed: int) -> int:
         """Recompute up to `sample` of the moves by the reference and compare bytes. Returns how many; raises VerifyError."""

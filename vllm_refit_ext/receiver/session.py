@@ -34,6 +34,7 @@ from vllm_refit_ext.receiver.prepared import Clock, Piece, Prepared, prepare
 from vllm_refit_ext.receiver.targets import Targets
 from vllm_refit_ext.receiver.verify import add_digest, compare
 from vllm_refit_ext.wires import Reader, wire
+from vllm_refit_ext.wires.boxes import wait_for
 from vllm_refit_ext.wires.cuda_ipc import is_mapped
 
 AFTERWORD_S = 5.0
@@ -262,15 +263,17 @@ class Receiver:
                 raise
             self._wrote = True
         with torch.no_grad():
-            for plan in reader.steps:
-                writer = prepared.in_place_writer(plan)
-                if len(writer.plan):
-                    reader.fetch(writer.plan)
-                    self._wrote = True
-                    writer.write(reader)
-                    if update.sample:
-                        self._sampled += writer.check(reader, update.sample, seed)
+            writers = [w for plan in reader.steps if len((w := prepared.in_place_writer(plan)).plan)]
+            for writer in writers:
+                reader.fetch(writer.plan)
+                self._wrote = True
+                writer.write(reader)
+                if update.sample:
+                    self._sampled += writer.check(reader, update.sample, seed)
             prepared.derived.refresh()
+            for writer in writers:
+                writer.finish()
+        wait_for(self.view.device)
         self._check()
         reader.confirm()
 

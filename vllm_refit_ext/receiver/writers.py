@@ -17,7 +17,7 @@ from vllm_refit_ext.core.errors import Problem, VerifyError
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.wires.boxes import Memory, as_bytes, box_view, source_view, target_view
+from vllm_refit_ext.wires.boxes import Memory, as_bytes, box_view, source_view, target_view, wait_for
 from vllm_refit_ext.wires.coded import CODES, ScaleMoves, dequantise, gather_scales
 
 Reload = Callable[[Iterator[tuple[str, torch.Tensor]], list[str]], None]
@@ -43,6 +43,9 @@ class InPlaceWriter:
         """Execute all moves, casting where the plan allows it."""
         if self._targets:
             torch._foreach_copy_(self._targets, [source_view(self.plan, i, reader) for i in range(len(self.plan))])
+
+    def finish(self) -> None:
+        """Raise what was found wrong in what `write` wrote."""
 
     def check(self, reader: Memory, sample: int, seed: int) -> int:
         """Read back up to `sample` of the moves and compare with their sources. Returns how many; raises VerifyError."""
@@ -140,9 +143,3 @@ class ReloadWriter:
             )
             place.copy_(dequantise(box, scales, axis, int(self.plan.lo[move, axis]) % BLOCK, values.dtype))
         return values
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait for what runs on the current stream of `device`."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

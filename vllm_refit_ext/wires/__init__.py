@@ -32,9 +32,9 @@ from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires.boxes import Memory
 
 NAMES = ("shm", "ipc", "ring", "collective")
-BUCKET_BYTES = 256 << 20
-"""Most payload of a message on a wire that stages, unless the caller says otherwise. At 360 GB/s it takes 0.7 ms, long
-against the start of a batch or the turn of two processes.
+BUCKET_BYTES = 512 << 20
+"""Most payload of a message on a wire that stages, unless the caller says otherwise. One takes a quarter of a millisecond on a
+GPU and 1.4 ms over NVLink, long against what a message costs beside its bytes (docs/speed.md).
 """
 
 

@@ -69,6 +69,21 @@ def target_view(plan: Plan, move: int, memory: torch.Tensor) -> torch.Tensor:
     return box_view(memory, dtype, int(plan.target_offset[move]), plan.extent[move].tolist(), plan.target_strides[move].tolist())
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait for what runs on the current stream of `device`."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def launched(device: torch.device) -> Callable[[], bool]:
+    """A function that says whether all has ended that was launched on the current stream before this call; on a CPU it has."""
+    if device.type != "cuda":
+        return lambda: True
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.query
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as uint8 [nbytes], sharing storage. Raises LayoutError for another tensor."""
     if not tensor.is_contiguous():

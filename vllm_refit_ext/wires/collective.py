@@ -88,7 +88,6 @@ class CollectiveSender(Sender):
         self._link.peers = self._packer.peers
         # Rank 0 alone serves the store, and keeps its port from now on.
         self._server = StoreServer(open_store()) if rank == 0 else None
-        self._tensors: list[torch.Tensor] = []
         if self._server is not None:
             deadline = time.monotonic() + CONNECT_S
             store = Store(*self._server.address, deadline)
@@ -107,8 +106,7 @@ class CollectiveSender(Sender):
 
         Raises WireError for tensors that are not contiguous.
         """
-        self._tensors = list(tensors)
-        self._packer.look(self._tensors)
+        self._packer.look(tensors)
         return msgspec.msgpack.encode(self._part())
 
     def transfer(self, session: str, info: CollectiveInfo, deadline: float) -> dict[int, int]:
@@ -123,7 +121,7 @@ class CollectiveSender(Sender):
             self._server.forget(self._link.store, session, len(self._link.names), deadline)
         group = self._link.join(session, deadline)
         try:
-            sent = self._packer.run(group, self._tensors, deadline)
+            sent = self._packer.run(group, deadline)
         except BaseException:
             self._link.drop()
             raise

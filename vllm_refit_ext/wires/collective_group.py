@@ -278,6 +278,7 @@ def _nccl(store: Any, rank: int, size: int, left: timedelta, device: torch.devic
     torch.cuda.set_device(device)
     options = ProcessGroupNCCL.Options()
     options._timeout = NEVER
+    options.is_high_priority_stream = True  # a message starts beside the copies that pack and write, and not after them
     # Read while the group is made: with error handling on, NCCL's watchdog ends the process when a peer dies.
     # The environment is changed in the caller's thread and for this statement alone: a thread may be left behind by its deadline.
     with _ENVIRONMENT:

@@ -11,15 +11,12 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import msgspec
-import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import RefitError, WireError
-from vllm_refit_ext.wires.boxes import addresses_of, as_bytes, box_view
 from vllm_refit_ext.wires.collective_group import P2POp
 from vllm_refit_ext.wires.collective_schedule import Schedule, Span
-from vllm_refit_ext.wires.outgoing import Outgoing, Sent
+from vllm_refit_ext.wires.outgoing import Gather, Outgoing, Sent
 from vllm_refit_ext.wires.staging import RING, dtypes_of, padded, plan_over, steps_of
 
 OPERATIONS = 16
@@ -44,27 +41,16 @@ class Transport(Protocol):
     def post(self, sends: Sequence[P2POp], receives: Sequence[P2POp]) -> Waiter: ...
 
 
-class _Copies(msgspec.Struct):
-    """A batch: copy each of `out` to its place in `into`, then start `ops`."""
-
-    into: list[torch.Tensor]
-    out: list[torch.Tensor]
-    ops: list[P2POp]
-
-
 class Packer:
     """A trainer rank's end: what to pack where, found once; run for every refit."""
 
     def __init__(self, pieces: Outgoing, first: int, bucket_bytes: int) -> None:
         """first: group rank of engine rank 0. bucket_bytes: most payload of a batch."""
-        self._pieces, self._first = pieces, first
-        self._messages = list(pieces.messages())
-        self._batches = list(_batches(self._messages, bucket_bytes))
-        self._room = max((sum(padded(m.nbytes) for m in batch) for batch in self._batches), default=0)
-        self._used: list[int] = np.unique(pieces.tensor).tolist()
+        self._first, self._messages = first, list(pieces.messages())
+        self._batches = [list(_placed(batch)) for batch in _batches(self._messages, bucket_bytes)]
+        self._room = max((padded(at + message.nbytes) for batch in self._batches for message, at in batch), default=0)
+        self._gather = Gather(pieces, self._batches)
         self._ring: list[torch.Tensor] = []
-        self._copies: list[_Copies] = []
-        self._addresses: list[int] = []
         self.lost: dict[int, RefitError] = {}
 
     @property
@@ -77,28 +63,25 @@ class Packer:
         """Memory of the ring."""
         return RING * self._room
 
-    def look(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Addresses of what it sends. Raises WireError for tensors that are not contiguous."""
-        return addresses_of(tensors, self._used, "wire collective")
+    def look(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the tensors of a refit. Raises WireError for those that are not contiguous."""
+        self._gather.look(list(tensors), "wire collective")
 
-    def run(self, transport: Transport, tensors: Sequence[torch.Tensor], deadline: float) -> dict[int, int]:
+    def run(self, transport: Transport, deadline: float) -> dict[int, int]:
         """Send everything. Returns payload bytes by engine rank. Raises WireError, DeadlineError.
 
         Where messages of a transport stand apart, an engine rank that is gone is put into `lost`, with its error, and the others
         get their bytes.
         """
         self.lost = {}
-        addresses = self.look(tensors)
-        if not self._ring or addresses != self._addresses:
-            self._ring = self._ring or [torch.empty(self._room, dtype=torch.uint8, device=transport.device) for _ in range(RING)]
-            self._addresses = addresses
-            self._copies = [self._copies_of(batch, self._ring[i % RING], tensors) for i, batch in enumerate(self._batches)]
+        self._ring = self._ring or [torch.empty(self._room, dtype=torch.uint8, device=transport.device) for _ in range(RING)]
         pending: list[list[tuple[int, Waiter]]] = [[] for _ in range(RING)]
-        for index, copies in enumerate(self._copies):
+        for index, batch in enumerate(self._batches):
+            slot = self._ring[index % RING]
             self._wait(transport, pending[index % RING], deadline)
-            with torch.no_grad():
-                torch._foreach_copy_(copies.into, copies.out)
-            pending[index % RING] = self._post(transport, copies.ops)
+            self._gather.pack(index, slot)
+            ops = [P2POp(self._first + m.target, m.tag, slot[at : at + m.nbytes]) for m, at in batch]
+            pending[index % RING] = self._post(transport, ops)
         for started in pending:
             self._wait(transport, started, deadline)
         sent: dict[int, int] = {}
@@ -130,19 +113,13 @@ class Packer:
                     raise
                 self.lost.setdefault(peer, error)
 
-    def _copies_of(self, batch: Sequence[Sent], slot: torch.Tensor, tensors: Sequence[torch.Tensor]) -> _Copies:
-        """What fills a staging buffer, as pairs of views, and the sends that leave it."""
-        p, copies, start = self._pieces, _Copies([], [], []), 0
-        for message in batch:
-            copies.ops.append(P2POp(self._first + message.target, message.tag, slot[start : start + message.nbytes]))
-            at = start
-            for i in range(message.first, message.last):
-                source, extent, size = tensors[int(p.tensor[i])], p.extent[i].tolist(), int(p.nbytes[i])
-                copies.out.append(box_view(as_bytes(source), source.dtype, int(p.offset[i]), extent, p.strides[i].tolist()))
-                copies.into.append(slot[at : at + size].view(source.dtype).view(extent))
-                at += size
-            start += padded(message.nbytes)
-        return copies
+
+def _placed(batch: Sequence[Sent]) -> Iterator[tuple[Sent, int]]:
+    """Messages with the byte of a staging buffer at which each begins."""
+    at = 0
+    for message in batch:
+        yield message, at
+        at += padded(message.nbytes)
 
 
 def _batches(messages: Sequence[Sent], bucket_bytes: int) -> Iterator[list[Sent]]:

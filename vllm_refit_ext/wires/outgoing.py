@@ -1,4 +1,5 @@
-"""What a trainer rank sends: its pieces of every engine rank's rounds, message by message. Pure tables, made by rank 0."""
+"""What a trainer rank sends: its pieces of every engine rank's rounds, message by message. Rank 0 makes the tables, and each rank
+packs its messages by them."""
 
 from __future__ import annotations
 
@@ -8,10 +9,14 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
+import torch
 
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.table import Column, pack, unpack
+from vllm_refit_ext.kernels.moves import At, CopyMove, Strided, contiguous
+from vllm_refit_ext.kernels.table import Table
+from vllm_refit_ext.wires.boxes import addresses_of
 
 Cut = tuple[Plan, Int, Int, Int]
 """Of one engine rank: its pieces; round and run of each, int64 [n]; those that a trainer rank sends, in order, int64 [m]."""
@@ -72,3 +77,53 @@ def outgoing(cuts: Iterable[Cut], plan: Plan, rank: int) -> list[Column]:
     columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
     order = np.lexsort((columns[0], columns[1]))  # stable: the pieces of a message, and a target's runs, stay in their order
     return [pack(c[order]) for c in columns]
+
+
+class Gather:
+    """Packs the messages of a trainer rank from its live tensors, a table of moves for each group of them.
+
+    A table is made when its group is first packed, and again when an address has changed.
+    """
+
+    def __init__(self, pieces: Outgoing, groups: Sequence[Sequence[tuple[Sent, int]]]) -> None:
+        """groups: what one `pack` copies, messages and the byte in the buffer at which each begins."""
+        self._pieces, self._groups = pieces, groups
+        self.used: list[int] = np.unique(pieces.tensor).tolist()
+        """Numbers of the tensors that it reads."""
+        self._tensors: Sequence[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._tables: dict[int, Table] = {}
+
+    def look(self, tensors: Sequence[torch.Tensor], where: str) -> None:
+        """Take the tensors of a refit. Raises WireError for those that are not contiguous."""
+        addresses = addresses_of(tensors, self.used, where)
+        self._tensors = tensors
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._tables.clear()
+
+    def pack(self, group: int, into: torch.Tensor) -> None:
+        """Launch the copies of a group into uint8 `into`, the same memory in every refit."""
+        if group not in self._tables:
+            self._tables[group] = self._table(group, into)
+        self._tables[group].launch()
+
+    def _table(self, group: int, into: torch.Tensor) -> Table:
+        p, moves, sources = self._pieces, list[CopyMove](), [into]
+        for message, at in self._groups[group]:
+            for i in range(message.first, message.last):
+                tensor = self._tensors[int(p.tensor[i])].detach()
+                dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(p.extent[i].tolist())
+                source = Strided(At(len(sources), int(p.offset[i])), dtype, shape, tuple(p.strides[i].tolist()))
+                moves.append(CopyMove(source, contiguous(At(0, at), dtype, shape), f"piece {i}"))
+                sources.append(tensor)
+                at += int(p.nbytes[i])
+        # Parameters may lie at any multiple of their element's size.
+        alignment = {i: t.element_size() for i, t in enumerate(sources) if t.data_ptr() % 16}
+        table = Table(moves, into.device, alignment=alignment)
+        table.bind(sources)
+        return table
+
+    def close(self) -> None:
+        """Let go of the tensors."""
+        self._tables, self._tensors, self._addresses = {}, [], []

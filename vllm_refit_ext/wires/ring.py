@@ -13,7 +13,8 @@ group and no copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from vllm_refit_ext.core.relays import choose_relays
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES, Reader
+from vllm_refit_ext.wires.boxes import launched, wait_for
 from vllm_refit_ext.wires.outgoing import Cut, outgoing
 from vllm_refit_ext.wires.ring_buffers import DONE, READY, STOP, RingMapping, seal_of
 from vllm_refit_ext.wires.ring_order import Place, places, schedule, table_of
@@ -43,7 +45,7 @@ class RingRounds:
 
     def __init__(self, plan: Plan, bucket_bytes: int, device: torch.device, relay: dict[int, int]) -> None:
         """relay: source -> the trainer rank whose ring its messages lie in, where that is not its own."""
-        self.key, self.relay = (bucket_bytes, device, relay), relay
+        self.key, self.relay, self.device = (bucket_bytes, device, relay), relay, device
         self.rounds: Rounds = rounds(plan, bucket_bytes)
         self.rank = plan.targets[0].rank if plan.targets else 0
         self._dtypes = dtypes_of(plan)
@@ -88,6 +90,7 @@ class RingReader(Reader):
         self.received: dict[int, int] = {}
         self._here: dict[int, torch.Tensor] = {}
         self._next, self._deadline, self._done = 0, 0.0, False
+        self._leaving: deque[tuple[int, Callable[[], bool]]] = deque()
         # Addresses change only with the rings themselves.
         self.token = tuple((owner, ring.seal) for owner, ring in rings.items())
 
@@ -122,7 +125,7 @@ class RingReader(Reader):
         place, rank = self._laid.places[self._next], self._laid.rank
         ring, over = self._rings[place.owner], f", relayed by trainer rank {place.owner}" if place.owner != source else ""
         where = f"{WHERE}, engine rank {rank} from trainer rank {source}{over}"
-        ring.words.wait(rank, READY, place.count + 1, self._epochs[place.owner], self._deadline, where, lambda: False)
+        ring.words.wait(rank, READY, place.count + 1, self._epochs[place.owner], self._deadline, where, self._free)
         # Seen as several dtypes, so it ends where all of them do; buffers are that long.
         size = padded(nbytes)
         memory = ring.slot(rank, place.half)[place.at : place.at + size]
@@ -131,21 +134,27 @@ class RingReader(Reader):
         kept = self._laid.kept(self._next)
         if kept is not None:
             kept.copy_(memory[:nbytes])
-            if kept.device.type == "cuda":
-                torch.cuda.current_stream(kept.device).synchronize()
             self._give_up(self._next)
         self._next += 1
 
     def _give_up(self, message: int) -> None:
-        """Let the trainer fill the buffer again. Writers wait for their kernels, so nothing reads it any more."""
+        """Let the trainer fill the buffer again when what was launched here has read it."""
         del self._here[message]
-        place = self._laid.places[message]
-        self._rings[place.owner].words.write(self._laid.rank, DONE, self._epochs[place.owner], place.count + 1)
+        self._leaving.append((message, launched(self._laid.device)))
+        self._free()
+
+    def _free(self) -> bool:
+        """At every look: say which buffers are read. Nobody has given up by that."""
+        while self._leaving and self._leaving[0][1]():
+            place = self._laid.places[self._leaving.popleft()[0]]
+            self._rings[place.owner].words.write(self._laid.rank, DONE, self._epochs[place.owner], place.count + 1)
+        return False
 
     def confirm(self) -> None:
         """Raise WireError when rounds were left or a ring went on to another refit. Then the trainer may go on."""
         if self._next != len(self._laid.messages):
             raise WireError("the writers left rounds unread", where=WHERE, got=self._next, wanted=len(self._laid.messages))
+        wait_for(self._laid.device)
         _check_epochs(self._rings, self._epochs)
         for message in list(self._here):
             self._give_up(message)
@@ -154,6 +163,7 @@ class RingReader(Reader):
     def close(self) -> None:
         """Tell the trainer that this rank has given up, unless everything was read."""
         if not self._done:
+            wait_for(self._laid.device)
             for owner, ring in self._rings.items():
                 ring.words.write(self._laid.rank, STOP, self._epochs[owner])
         self._here = {}

@@ -42,8 +42,8 @@ READY, DONE, STOP, REFUSED = range(4)
 owner writes the first and the last, the engine rank the others."""
 _EPOCH, _OWNER_STOP, _FIRST = 0, 1, 2
 SETS = 16
-_SPIN_S = 1e-3
-"""A bucket takes a fraction of a millisecond, less than a sleep that one asks for: so long the wait only looks."""
+_SPIN_S = 5e-3
+"""A bucket takes less than this, and a sleep that one asks for takes twice as long as asked: so long the wait only yields."""
 _POLL_S = 50e-6
 _LOOK_S = 0.05
 
@@ -89,7 +89,8 @@ class Words:
     def wait(
         self, engine: int, which: int, least: int, epoch: int, deadline: float, where: str, stopped: Callable[[], bool]
     ) -> None:
-        """Wait until READY or DONE is at least `least`. Raises WireError when a side is gone or gave up, DeadlineError."""
+        """Wait until READY or DONE is at least `least`. stopped: called at every look; whether someone else gave up. Raises
+        WireError when a side is gone or gave up, DeadlineError."""
         begun = time.monotonic()
         look = begun + _LOOK_S
         while self.read(engine, which, epoch) < least:
@@ -104,8 +105,7 @@ class Words:
                 what = "bytes of the trainer did not come" if which == READY else "an engine rank did not read on"
                 got = f"{self.read(engine, which, epoch)} messages"
                 raise DeadlineError(what, where=where, got=got, wanted=f"{least} before the deadline")
-            if now > begun + _SPIN_S:
-                time.sleep(_POLL_S)
+            time.sleep(_POLL_S if now > begun + _SPIN_S else 0.0)
 
     def close(self) -> None:
         """Let go of the memory: what is still written goes nowhere."""

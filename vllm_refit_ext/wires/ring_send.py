@@ -5,21 +5,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import msgspec
-import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import RefitError, WireError
 from vllm_refit_ext.core.messages import RingInfo, RingRank
 from vllm_refit_ext.core.table import Column, unpack
-from vllm_refit_ext.kernels.moves import At, CopyMove, Strided, contiguous
-from vllm_refit_ext.kernels.table import Table
 from vllm_refit_ext.wires import Sender
-from vllm_refit_ext.wires.boxes import addresses_of
+from vllm_refit_ext.wires.boxes import launched, wait_for
 from vllm_refit_ext.wires.collective_group import Backend
-from vllm_refit_ext.wires.outgoing import Outgoing
+from vllm_refit_ext.wires.outgoing import Gather, Outgoing
 from vllm_refit_ext.wires.ring_buffers import DONE, READY, REFUSED, RingMapping, RingOwner, Words
 from vllm_refit_ext.wires.ring_order import Task, tasks_of
 from vllm_refit_ext.wires.ring_relay import Communicator, Pending
@@ -61,11 +59,10 @@ class RingSender(Sender):
 
     def __init__(self, rank: int, share: Share, tensors: Sequence[torch.Tensor]) -> None:
         self.rank, self._share = rank, share
-        self._pieces = Outgoing.read(share.pieces)
-        self._messages = list(self._pieces.messages())
+        pieces = Outgoing.read(share.pieces)
+        self._gather = Gather(pieces, [[(message, 0)] for message in pieces.messages()])
         self._tasks = tasks_of(unpack(share.tasks))
-        self._used: list[int] = np.unique(self._pieces.tensor).tolist()
-        self._device = tensors[self._used[0] if self._used else 0].device if len(tensors) else torch.device("cpu")
+        self._device = tensors[(self._gather.used or [0])[0]].device if len(tensors) else torch.device("cpu")
         self._ring = RingOwner(rank, share.slots, self._device, share.rest())
         room = max((t.nbytes for t in self._tasks if t.count < 0), default=0)
         self._outbox = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in range(RING if room else 0)]
@@ -73,10 +70,6 @@ class RingSender(Sender):
         peers = {task.peer for task in self._tasks if task.peer >= 0}
         self._backend: Backend = "nccl" if self._device.type == "cuda" else "gloo"
         self._communicator = Communicator(rank, share.trainers, self._backend, peers) if share.sites else None
-        self._tables: dict[int, Table] = {}
-        self._tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._bound: set[int] = set()
         self._session, self._lock = "", threading.Lock()
         self._refused: dict[str, list[tuple[tuple[int, ...], RefitError]]] = {}
 
@@ -85,12 +78,7 @@ class RingSender(Sender):
 
         Raises WireError for tensors that are not contiguous.
         """
-        self._tensors = list(tensors)
-        addresses = addresses_of(self._tensors, self._used, f"{WHERE}, trainer rank {self.rank}")
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self._bound.clear()
-            self._tables.clear()
+        self._gather.look(list(tensors), f"{WHERE}, trainer rank {self.rank}")
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         info = self._ring.begin()
@@ -178,13 +166,14 @@ class RingSender(Sender):
                 sends += 1
             self._pack(own, into)
             sent[task.target] = sent.get(task.target, 0) + task.nbytes
+            if pending is None:
+                side.launched(task, launched(self._device))
+                continue
+            wait_for(self._device)
             if task.count < 0:
-                assert pending is not None
                 pending.send(task, into)
-            elif pending is not None:
-                pending.packed(task)
             else:
-                side.ready(task)
+                pending.packed(task)
         if pending is not None:
             pending.drain()
         for target, count in shown.items():
@@ -219,34 +208,14 @@ class RingSender(Sender):
                 self._ring.words.write(rank, REFUSED, self._ring.info.epoch)
 
     def _pack(self, number: int, into: torch.Tensor) -> None:
-        """Gather this rank's own message `number` in `into`, the same memory in every refit."""
-        if number not in self._bound:
-            self._bind(number, into)
-        self._tables[number].launch()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def _bind(self, number: int, into: torch.Tensor) -> None:
-        p, message = self._pieces, self._messages[number]
-        sources = [self._tensors[i].detach() for i in p.tensor[message.first : message.last].tolist()]
-        if number not in self._tables:
-            moves, at = [], 0
-            for slot, i in enumerate(range(message.first, message.last), start=1):
-                dtype, shape = _name(sources[slot - 1].dtype), tuple(p.extent[i].tolist())
-                source = Strided(At(slot, int(p.offset[i])), dtype, shape, tuple(p.strides[i].tolist()))
-                moves.append(CopyMove(source, contiguous(At(0, at), dtype, shape), f"piece {i}"))
-                at += int(p.nbytes[i])
-            # Parameters may lie at any multiple of their element's size.
-            alignment = {slot: t.element_size() for slot, t in enumerate(sources, start=1) if t.data_ptr() % 16}
-            self._tables[number] = Table(moves, self._device, alignment=alignment)
-        self._tables[number].bind([into, *sources])
-        self._bound.add(number)
+        """Launch the copies of this rank's own message `number` into `into`, the same memory in every refit."""
+        self._gather.pack(number, into)
 
     def close(self) -> None:
         """Free the ring and leave the group. Safe to call twice."""
         self._ring.close()
-        self._tables, self._tensors, self._outbox, self._addresses = {}, [], [], []
-        self._bound.clear()
+        self._gather.close()
+        self._outbox = []
         if self._communicator is not None:
             self._communicator.close()
 
@@ -259,11 +228,21 @@ class _Side:
         self, words: Words, epoch: int, lead: tuple[RingMapping, int] | None = None, communicator: Communicator | None = None
     ) -> None:
         self._words, self._epoch, self._lead, self._communicator = words, epoch, lead, communicator
+        self._packing: deque[tuple[Task, Callable[[], bool]]] = deque()
         self.lost: set[int] = set()
 
     def ready(self, task: Task) -> None:
         """Show the message of a task to its reader."""
         self._words.write(task.target, READY, self._epoch, task.count + 1)
+
+    def launched(self, task: Task, ended: Callable[[], bool]) -> None:
+        """Show the message of a task to its reader once its copies have ended, at the next look."""
+        self._packing.append((task, ended))
+        self._show()
+
+    def _show(self) -> None:
+        while self._packing and self._packing[0][1]():
+            self.ready(self._packing.popleft()[0])
 
     def done(self, target: int, least: int) -> bool:
         """Whether an engine rank is done with so many messages."""
@@ -290,6 +269,8 @@ class _Side:
         return self._words.given_up(target, self._epoch) or words.given_up(target, epoch)
 
     def _stops(self, target: int) -> bool:
+        """At every look: show what has been packed, and see whether this rank or all have given up."""
+        self._show()
         if self._communicator is not None:
             return self._communicator.stopped
         return self._given_up(target) or (self._lead is not None and self._lead[0].words.stopped(self._lead[1]))
@@ -305,7 +286,3 @@ class Part(msgspec.Struct):
     relays: Column | None
     host: str
     port: int
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
