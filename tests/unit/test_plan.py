@@ -55,6 +55,8 @@ def test_plan_equals_oracle(data):
     for edge in plan.edges():
         mine = (plan.source_rank == edge.source) & (plan.target_rank == edge.target)
         assert int(plan.nbytes[mine].sum()) == edge.nbytes
+        assert plan.for_target(edge.target).by_source[edge.source] == edge.nbytes
+    assert sum(plan.by_source.values()) == sum(e.nbytes for e in plan.edges())
 
 
 @settings(max_examples=60, deadline=None)

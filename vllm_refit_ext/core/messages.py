@@ -210,7 +210,8 @@ class Published(Envelope, frozen=True, kw_only=True):
 
 
 class UpdateReport(Message, frozen=True, kw_only=True):
-    """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, as they travelled.
+    """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, of the moves that were
+    executed, as they travelled.
     forwarded: bytes by engine rank of its site as text, that handed them on; they are not in `received`.
     launches: kernels that wrote. sampled: moves that were recomputed by the reference and found equal. kept: engine parameters
     and offered tensors that stayed as they were, by the user's wish.
@@ -231,13 +232,15 @@ class UpdateReport(Message, frozen=True, kw_only=True):
 class TakeReply(Envelope, frozen=True, kw_only=True):
     """What one engine rank answers to `refit_take`. problems: why nothing was taken. taken: whether a version was; where the
     newest is served already, or nothing is published, it is not. version, epoch: what is served now, and its publication.
-    seconds: by phase: `find` (registry and lease), `prepare` where the offer was new, and those of the refit."""
+    received: as in `UpdateReport`. seconds: by phase: `find` (registry and lease), `prepare` where the offer was new, and those
+    of the refit."""
 
     rank: int
     problems: list[Problem] = []
     taken: bool = False
     version: str = ""
     epoch: str = ""
+    received: dict[str, int] = {}
     seconds: dict[str, float] = {}
 
 

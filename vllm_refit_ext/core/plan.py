@@ -10,6 +10,7 @@ for itself, the sender can plan for all, and equal digests prove that they agree
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 
@@ -101,6 +102,7 @@ class Plan:
         """The moves in `keep` (mask or indices). Names, buffers and what is known of them are shared: it costs no more
         than its moves."""
         part = copy.copy(self)
+        part.__dict__.pop("by_source", None)
         for column in self.COLUMNS:
             setattr(part, column, getattr(self, column)[keep])
         return part
@@ -140,6 +142,14 @@ class Plan:
         np.add.at(total, which, self.nbytes)
         moves = np.bincount(which, minlength=len(distinct))
         return [Edge(int(s), int(t), int(b), int(m)) for (s, t), b, m in zip(distinct, total, moves, strict=True)]
+
+    @functools.cached_property
+    def by_source(self) -> dict[int, int]:
+        """Bytes of all moves by source rank."""
+        ranks, which = np.unique(self.source_rank, return_inverse=True)
+        total = np.zeros(len(ranks), np.int64)
+        np.add.at(total, which.reshape(-1), self.nbytes)
+        return dict(zip(ranks.tolist(), total.tolist(), strict=True))
 
     def digest(self, rank: int) -> str:
         """sha256 of everything that engine rank `rank` will do. Equal on both sides, or they must not move a byte."""

@@ -40,11 +40,9 @@ PARTS_KEPT = 8
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """plan: the moves of one refit. received: their bytes by source rank as text. reloaded: engine parameter -> elements that its
-    reload must write."""
+    """plan: the moves of one refit. reloaded: engine parameter -> elements that its reload must write."""
 
     plan: Plan
-    received: dict[str, int]
     reloaded: dict[str, int]
 
 
@@ -85,7 +83,7 @@ class Prepared(msgspec.Struct):
                 self.in_place_of.pop(dropped.plan, None)
                 self.reload_of.pop(dropped.plan, None)
             reloaded = self.targets.reloaded_by(names) if key else self.targets.reloaded
-            self.parts[key] = Piece(plan, {str(e.source): e.nbytes for e in plan.edges()}, reloaded)
+            self.parts[key] = Piece(plan, reloaded)
         return self.parts[key]
 
     def launches(self) -> int:

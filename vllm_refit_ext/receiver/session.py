@@ -15,6 +15,7 @@ import contextlib
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,6 +65,8 @@ class Receiver:
         self._anchors = Anchors()
         self._handed: dict[str, int] | None = None
         self._next, self._wrote, self._sampled = "", False, 0
+        self._moved = Counter[int]()
+        """Bytes by source rank of the moves that this refit has executed."""
         self._kept: dict[str, Any] = {}
         self._busy = threading.Lock()
         self._receiving = False
@@ -159,7 +162,7 @@ class Receiver:
             version=update.version,
             writer=prepared.targets.writer,
             seconds=clock.seconds,
-            received=self._piece.received if reader.received is None else {str(r): n for r, n in reader.received.items()},
+            received={str(r): n for r, n in (self._moved if reader.received is None else reader.received).items()},
             forwarded={str(r): n for r, n in reader.forwarded.items()},
             moves=len(self._piece.plan),
             launches=prepared.launches(),
@@ -248,6 +251,7 @@ class Receiver:
     def _write(self, prepared: Prepared, reader: Reader, update: UpdateInfo) -> None:
         """The engine's own reload first, as it parks all parameters; then boxes in place, a sample of them checked at once."""
         self._handed, self._sampled = {} if update.hash_reloaded else None, 0
+        self._moved = Counter()
         seed = zlib.crc32(update.session.encode())
         reload = prepared.reload_writer(reader.whole, self._reload)
         if len(reload.plan):
@@ -262,12 +266,14 @@ class Receiver:
                 self._wrote = True
                 raise
             self._wrote = True
+            self._moved.update(reload.plan.by_source)
         with torch.no_grad():
             writers = [w for plan in reader.steps if len((w := prepared.in_place_writer(plan)).plan)]
             for writer in writers:
                 reader.fetch(writer.plan)
                 self._wrote = True
                 writer.write(reader)
+                self._moved.update(writer.plan.by_source)
                 if update.sample:
                     self._sampled += writer.check(reader, update.sample, seed)
             prepared.derived.refresh()

@@ -62,7 +62,12 @@ class Taker:
             report = self._read(leased, start + seconds, caches, check, clock)
         self._served = (report, leased.entry.epoch)
         return TakeReply(
-            rank=view.rank, version=report.version, epoch=leased.entry.epoch, taken=True, seconds=clock.seconds | report.seconds
+            rank=view.rank,
+            version=report.version,
+            epoch=leased.entry.epoch,
+            taken=True,
+            received=report.received,
+            seconds=clock.seconds | report.seconds,
         )
 
     def _connected(self, address: str) -> Versions:
