@@ -16,7 +16,7 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires.collective_forward import Shared, schedules, sent_by
-from vllm_refit_ext.wires.collective_move import OPERATIONS, Packer, Unpacker
+from vllm_refit_ext.wires.collective_move import OPERATIONS, Packer, RoundBuffers, Unpacker
 from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
 from vllm_refit_ext.wires.outgoing import Outgoing, outgoing
@@ -139,7 +139,8 @@ def _run_travel(
     found, tables = schedules(plan, sites, bucket)
     parts = [outgoing(sent_by(found, rank), plan, rank) for rank in range(trainers)]
     packers = [Packer(Outgoing.read(p), trainers, bucket) for p in parts]
-    readers = [Unpacker(own_schedule(plan, t, sites, bucket, tables), torch.device("cpu")) for t in range(engines)]
+    schedules_of = [own_schedule(plan, t, sites, bucket, tables) for t in range(engines)]
+    readers = [Unpacker(RoundBuffers(schedule, torch.device("cpu"))) for schedule in schedules_of]
     peers = [*(p.peers for p in packers), *(r.schedule.peers for r in readers)]
     assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"
     deadline = time.monotonic() + 20
@@ -154,8 +155,7 @@ def _run_travel(
         reader.begin(meeting.rank(trainers + rank), deadline)
         for step in reader.steps:
             InPlaceWriter(step, targets).write(reader)
-        assert reader.done
-        reader.finish()
+        reader.confirm()
         for counted, shift in ((reader.received, 0), (reader.forwarded, trainers)):
             for peer, nbytes in counted.items():
                 assert meeting.bytes[peer + shift, trainers + rank] == nbytes

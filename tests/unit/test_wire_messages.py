@@ -28,7 +28,7 @@ def seen(name: str, reader: Any) -> Any:
         where = {o: (r._file.name, r.memory.shape, r.memory.data_ptr() % 4096) for o, r in reader._rings.items()}
         return where, reader._epochs, reader._laid.messages, reader._laid.places
     if name == "collective":
-        return reader._link.store.port, reader._link.names, reader._unpacker.schedule.landing, reader._unpacker.schedule.sizes
+        return reader._link.store.port, reader._link.names, reader.schedule.landing, reader.schedule.sizes
     return [reader.memory(i).tolist() for i in np.unique(reader.whole.source).tolist()]
 
 

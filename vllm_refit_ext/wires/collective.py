@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, WireError
@@ -31,10 +30,10 @@ from vllm_refit_ext.core.messages import CollectiveInfo, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column
-from vllm_refit_ext.wires import BUCKET_BYTES, Reader, Sender
+from vllm_refit_ext.wires import BUCKET_BYTES, Sender
 from vllm_refit_ext.wires.collective_forward import schedules, sent_by
 from vllm_refit_ext.wires.collective_group import Backend, Link
-from vllm_refit_ext.wires.collective_move import Packer, Unpacker
+from vllm_refit_ext.wires.collective_move import Packer, RoundBuffers, Unpacker
 from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
 from vllm_refit_ext.wires.outgoing import Outgoing, outgoing
@@ -142,49 +141,18 @@ class CollectiveSender(Sender):
         self._server = None
 
 
-class CollectiveReader(Reader):
+class CollectiveReader(Unpacker):
     """An engine rank's half, for one refit. Link, rounds and staging are kept for the next."""
 
     two_sided = True
-    ordered = True
 
-    def __init__(self, link: Link, unpacker: Unpacker, session: str) -> None:
-        self._link, self._unpacker, self._session = link, unpacker, session
-        self.whole, self.steps = unpacker.whole, unpacker.steps
-        # Staging never moves, so a writer that bound its addresses once need not do it again.
-        self.token = unpacker.token
-        self._done = False
-
-    @property
-    def received(self) -> Mapping[int, int]:  # type: ignore[override]
-        """Payload bytes by trainer rank, counted as they came."""
-        return self._unpacker.received
-
-    @property
-    def forwarded(self) -> Mapping[int, int]:  # type: ignore[override]
-        """Payload bytes by engine rank of this site, which handed them on."""
-        return self._unpacker.forwarded
+    def __init__(self, link: Link, buffers: RoundBuffers, session: str) -> None:
+        super().__init__(buffers)
+        self._link, self._session = link, session
 
     def start(self, deadline: float) -> None:
         """Rendezvous of all ranks. Raises the same error on all of them, before the first write."""
-        group = self._link.join(self._session, deadline)
-        self._unpacker.begin(group, deadline)
-
-    def memory(self, buffer: int) -> torch.Tensor:
-        """Staging that source `buffer` of `whole` or of a step lies in, once it is filled."""
-        return self._unpacker.memory(buffer)
-
-    def fetch(self, plan: Plan) -> None:
-        """Wait for all that a step reads."""
-        for buffer in np.unique(plan.source).tolist():
-            self.memory(buffer)
-
-    def confirm(self) -> None:
-        """Wait until others have what this rank hands on. Raises WireError when rounds were left, DeadlineError."""
-        if not self._unpacker.done:
-            raise WireError("the writers left rounds unread", where="wire collective")
-        self._unpacker.finish()
-        self._done = True
+        self.begin(self._link.join(self._session, deadline), deadline)
 
     def close(self) -> None:
         """Leave the group unless everything came: what is still under way must reach nobody."""
@@ -195,8 +163,8 @@ class CollectiveReader(Reader):
 class _Kept:
     """What an engine rank keeps between refits."""
 
-    def __init__(self, info: CollectiveInfo, link: Link, plan: Plan, unpacker: Unpacker) -> None:
-        self.info, self.link, self.plan, self.unpacker = info, link, plan, unpacker
+    def __init__(self, info: CollectiveInfo, link: Link, plan: Plan, buffers: RoundBuffers) -> None:
+        self.info, self.link, self.plan, self.buffers = info, link, plan, buffers
 
     def close(self) -> None:
         self.link.close()
@@ -268,7 +236,7 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> Collect
     last: _Kept | None = kept.get("collective")
     if last is not None and last.info == message and last.plan is plan:
         last.link.connect(message.host, message.port, deadline)
-        return CollectiveReader(last.link, last.unpacker, update.session)
+        return CollectiveReader(last.link, last.buffers, update.session)
     known = last is not None and last.info == message
     link = (
         last.link
@@ -280,16 +248,16 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> Collect
         link.connect(message.host, message.port, deadline)
         assert link.store is not None
         link.store.take(_message_key(message), deadline)
-        unpacker = Unpacker(_schedule(link, message, plan, rank, deadline), device)
+        buffers = RoundBuffers(_schedule(link, message, plan, rank, deadline), device)
     except BaseException:
         if not known:
             link.close()
         raise
-    link.peers = unpacker.schedule.peers
+    link.peers = buffers.schedule.peers
     if last is not None and not known:
         last.close()
-    kept["collective"] = _Kept(message, link, plan, unpacker)
-    return CollectiveReader(link, unpacker, update.session)
+    kept["collective"] = _Kept(message, link, plan, buffers)
+    return CollectiveReader(link, buffers, update.session)
 
 
 def _schedule(link: Link, message: CollectiveInfo, plan: Plan, rank: int, deadline: float) -> Schedule:

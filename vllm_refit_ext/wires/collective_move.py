@@ -17,7 +17,7 @@ from vllm_refit_ext.core.errors import RefitError, WireError
 from vllm_refit_ext.wires.collective_group import P2POp
 from vllm_refit_ext.wires.collective_schedule import Schedule, Span
 from vllm_refit_ext.wires.outgoing import Gather, Outgoing, Sent
-from vllm_refit_ext.wires.staging import RING, dtypes_of, padded, plan_over, steps_of
+from vllm_refit_ext.wires.staging import RING, BucketReader, Staging, padded
 
 OPERATIONS = 16
 """Most operations in one batch. NCCL makes progress on all operations of a small group at once; on thousands it stalls."""
@@ -136,78 +136,62 @@ def _batches(messages: Sequence[Sent], bucket_bytes: int) -> Iterator[list[Sent]
         yield batch
 
 
-class Unpacker:
-    """An engine rank's end. It is the memory of staged plans: the same moves, with staging buffers as their sources.
-
-    whole: all moves. steps: those in place, a plan a round. A round's bytes are fetched when a buffer of it is first asked for,
-    which gives up those of the round before; scales alone stay until the end. What others of the site need of a round is handed
-    on as soon as it is there. token: names the memory, which never moves. received: payload bytes by trainer rank. forwarded: by
-    engine rank of the site.
-    """
+class RoundBuffers(Staging):
+    """An engine rank's memory for the rounds of its schedule, and its moves with these as their sources. Kept from refit to
+    refit, and never moved, so that `token` names it."""
 
     def __init__(self, schedule: Schedule, device: torch.device) -> None:
-        self.schedule = schedule
-        self.received: dict[int, int] = {}
-        self.forwarded: dict[int, int] = {}
-        self.token = secrets.token_hex(8)
-        kept = schedule.kept
-        room = max((padded(n) for n in schedule.sizes[kept:]), default=0)
-        self._ring = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(RING)]
-        self._kept = [torch.empty(padded(n), dtype=torch.uint8, device=device) for n in schedule.sizes[:kept]]
-        self._dtypes = dtypes_of(schedule.plan)
+        self.schedule, self.token, count = schedule, secrets.token_hex(8), len(schedule.sizes)
         rank = schedule.plan.targets[0].rank if schedule.plan.targets else 0
         buffers = [(f"round {r}", rank, padded(n)) for r, n in enumerate(schedule.sizes)]
-        self.whole = plan_over(schedule.plan, schedule.number, schedule.offset, buffers)
-        self.steps = steps_of(self.whole, schedule.number, kept, schedule.reloads)
-        self._transport: Transport | None = None
-        self._deadline = 0.0
-        self._recvs: list[list[Waiter]] = []
-        self._exchanges: list[list[tuple[bool, Waiter]]] = []
-        self._here = 0
+        at = schedule.number, schedule.number, schedule.offset
+        super().__init__(schedule.plan, *at, buffers, range(count), schedule.kept, schedule.reloads, device)
+        room = max((padded(n) for n in schedule.sizes[schedule.kept :]), default=0)
+        self._ring = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(RING)]
 
     @property
     def staging_bytes(self) -> int:
         """Memory of the ring and of kept scales."""
-        return sum(t.nbytes for t in (*self._ring, *self._kept))
+        return super().staging_bytes + sum(t.nbytes for t in self._ring)
+
+    def slot(self, number: int) -> torch.Tensor:
+        """Where round `number` lies, uint8."""
+        return self.kept[number] if number in self.kept else self._ring[(number - len(self.kept)) % RING]
+
+
+class Unpacker(BucketReader):
+    """An engine rank's end, for one refit. A round lies in one buffer. What others of the site need of it is handed on as soon as
+    it is there. forwarded: payload bytes by engine rank of the site."""
+
+    def __init__(self, buffers: RoundBuffers) -> None:
+        super().__init__(buffers, "wire collective")
+        self.buffers, self.schedule, self.token = buffers, buffers.schedule, buffers.token
+        self.forwarded: dict[int, int] = {}
+        self._transport: Transport | None = None
+        self._deadline, self._done = 0.0, False
+        self._recvs: list[list[Waiter]] = []
+        self._exchanges: list[list[tuple[bool, Waiter]]] = []
 
     def begin(self, transport: Transport, deadline: float) -> None:
-        """Start a refit: nothing of the last one is left."""
+        """Start the refit. deadline: time.monotonic seconds."""
         self._transport, self._deadline = transport, deadline
-        self.received, self.forwarded, self._recvs, self._exchanges, self._here = {}, {}, [], [], 0
 
-    @property
-    def done(self) -> bool:
-        """Whether every round was received."""
-        return self._here == len(self.schedule.sizes)
-
-    def finish(self) -> None:
-        """Wait until everything that this rank hands on was taken. Raises WireError, DeadlineError."""
+    def confirm(self) -> None:
+        """Wait until others have what this rank hands on. Raises WireError when rounds were left, DeadlineError."""
+        self._check_read()
         for number in range(len(self._exchanges)):
             self._wait_exchange(number)
+        self._done = True
 
-    def memory(self, buffer: int) -> torch.Tensor:
-        """The staging buffer that source `buffer` of a staged plan lies in, uint8, once its round is there.
+    def close(self) -> None:
+        """Nothing is held that is not kept."""
 
-        Raises WireError, DeadlineError where it does not come.
-        """
-        number = buffer // len(self._dtypes)
-        while self._here <= number:
-            self._fetch()
-        if self.schedule.kept <= number < self._here - 1:
-            raise WireError("a round was asked for after a later one", where="wire collective", got=number, wanted=self._here - 1)
-        return self._slot(number)
-
-    def _slot(self, number: int) -> torch.Tensor:
-        kept = self.schedule.kept
-        return self._kept[number] if number < kept else self._ring[(number - kept) % RING]
-
-    def _fetch(self) -> None:
-        """Wait for the next round. Its predecessor's bytes were used, since nothing asks for them: the buffer is filled again.
+    def _bring(self, here: int) -> torch.Tensor:
+        """Wait for the next round. What was launched until now reads those before it: a receive is ordered behind that.
 
         Messages start in the order (round, phase): what lands, then what is handed on. What lands of later rounds starts early,
         as long as staging is free for it and nothing of an earlier round must start before it.
         """
-        here = self._here
         ahead = min(here + (RING if here < self.schedule.kept else RING - 1), len(self.schedule.sizes) - 1)
         while True:
             number = len(self._exchanges)
@@ -228,7 +212,7 @@ class Unpacker:
             if not span.gives:
                 peer = span.peer - self.schedule.trainers
                 self.forwarded[peer] = self.forwarded.get(peer, 0) + span.nbytes
-        self._here += 1
+        return self.buffers.slot(here)
 
     def _receive(self, number: int) -> None:
         """Start to receive what trainer ranks send in round `number`, whose staging is free once nothing is handed on from it."""
@@ -251,7 +235,7 @@ class Unpacker:
         """Start messages of round `number` in batches. Returns for each batch whether it brings something, and what to wait
         for."""
         assert self._transport is not None
-        slot, started = self._slot(number), []
+        slot, started = self.buffers.slot(number), []
         for first in range(0, len(spans), OPERATIONS):
             batch = spans[first : first + OPERATIONS]
             sends, receives = (

@@ -27,69 +27,46 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.relays import choose_relays
 from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import pack, unpack
-from vllm_refit_ext.wires import BUCKET_BYTES, Reader
+from vllm_refit_ext.wires import BUCKET_BYTES
 from vllm_refit_ext.wires.boxes import launched, wait_for
 from vllm_refit_ext.wires.outgoing import Cut, outgoing
 from vllm_refit_ext.wires.ring_buffers import DONE, READY, STOP, RingMapping, seal_of
 from vllm_refit_ext.wires.ring_order import Place, places, schedule, table_of
 from vllm_refit_ext.wires.ring_send import WHERE, Part, RingSender, Share, rest_of
-from vllm_refit_ext.wires.staging import Rounds, dtypes_of, padded, plan_over, rounds, steps_of
+from vllm_refit_ext.wires.staging import BucketReader, Rounds, Staging, padded, rounds
 
 
-class RingRounds:
+class RingRounds(Staging):
     """The moves into one engine rank with the ring as their source. Kept from refit to refit.
 
-    whole: all of them. steps: those in place, a plan a round. A source buffer of these plans is one message, seen as one dtype.
-    places: where each message lies. slots: bytes of a buffer in each ring.
+    A source buffer of these plans is one message. messages: round, trainer rank and bytes. places: where each lies. slots: bytes
+    of a buffer in each ring.
     """
 
     def __init__(self, plan: Plan, bucket_bytes: int, device: torch.device, relay: dict[int, int]) -> None:
         """relay: source -> the trainer rank whose ring its messages lie in, where that is not its own."""
-        self.key, self.relay, self.device = (bucket_bytes, device, relay), relay, device
-        self.rounds: Rounds = rounds(plan, bucket_bytes)
+        self.key = bucket_bytes, device, relay
+        cut = rounds(plan, bucket_bytes)
         self.rank = plan.targets[0].rank if plan.targets else 0
-        self._dtypes = dtypes_of(plan)
-        self.messages = [(number, m.source, m.nbytes) for number, found in enumerate(self.rounds.messages) for m in found]
+        self.messages = [(number, m.source, m.nbytes) for number, found in enumerate(cut.messages) for m in found]
         index = {(number, source): i for i, (number, source, _) in enumerate(self.messages)}
-        found, self.slots = places(self.rounds.messages, self.relay)
+        found, self.slots = places(cut.messages, relay)
         self.places: list[Place] = [place for row in found for place in row]
-        keys = zip(self.rounds.number.tolist(), self.rounds.plan.source_rank.tolist(), strict=True)
-        message = np.fromiter((index[key] for key in keys), np.int64, len(self.rounds.plan))
+        keys = zip(cut.number.tolist(), cut.plan.source_rank.tolist(), strict=True)
+        message = np.fromiter((index[key] for key in keys), np.int64, len(cut.plan))
         buffers = [(f"round {r} of trainer rank {s}", s, n) for r, s, n in self.messages]
-        self.whole = plan_over(self.rounds.plan, message, self.rounds.at, buffers)
-        self._kept = {
-            i: torch.empty(n, dtype=torch.uint8, device=device)
-            for i, (r, _, n) in enumerate(self.messages)
-            if r < self.rounds.kept
-        }
-        self.steps = steps_of(self.whole, self.rounds.number, self.rounds.kept, self.rounds.reloads)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory of scales that are kept."""
-        return sum(t.nbytes for t in self._kept.values())
-
-    def kept(self, message: int) -> torch.Tensor | None:
-        """Where a message of scales is kept, or None."""
-        return self._kept.get(message)
-
-    def message_of(self, buffer: int) -> int:
-        """The message that a source buffer of the plans is."""
-        return buffer // len(self._dtypes)
+        numbers = [r for r, _, _ in self.messages]
+        super().__init__(cut.plan, cut.number, message, cut.at, buffers, numbers, cut.kept, cut.reloads, device)
 
 
-class RingReader(Reader):
+class RingReader(BucketReader):
     """An engine rank's half, for one refit. rings: by trainer rank, relays included. epochs: of this refit. `token` changes with
     any address."""
 
-    ordered = True
-
     def __init__(self, laid: RingRounds, rings: dict[int, RingMapping], epochs: dict[int, int]) -> None:
+        super().__init__(laid, WHERE)
         self._laid, self._rings, self._epochs = laid, rings, epochs
-        self.whole, self.steps = laid.whole, laid.steps
-        self.received: dict[int, int] = {}
-        self._here: dict[int, torch.Tensor] = {}
-        self._next, self._deadline, self._done = 0, 0.0, False
+        self._deadline, self._done = 0.0, False
         self._leaving: deque[tuple[int, Callable[[], bool]]] = deque()
         # Addresses change only with the rings themselves.
         self.token = tuple((owner, ring.seal) for owner, ring in rings.items())
@@ -98,49 +75,23 @@ class RingReader(Reader):
         """There is no rendezvous: the words of the rings say what is there. deadline: time.monotonic seconds."""
         self._deadline = deadline
 
-    def memory(self, buffer: int) -> torch.Tensor:
-        """The bytes of a source buffer of `whole` or of a step, once they are there. Asking for a round gives up those before it.
-
-        Raises WireError, DeadlineError where it does not come.
-        """
-        wanted = self._laid.message_of(buffer)
-        while self._next <= wanted:
-            self._fetch()
-        memory = self._laid.kept(wanted)
-        if memory is None:
-            if wanted not in self._here:
-                raise WireError("a round was asked for after a later one", where=WHERE, got=wanted, wanted=self._next - 1)
-            memory = self._here[wanted]
-        return memory
-
-    def fetch(self, plan: Plan) -> None:
-        """Wait for all that a step reads."""
-        for buffer in np.unique(plan.source).tolist():
-            self.memory(buffer)
-
-    def _fetch(self) -> None:
-        number, source, nbytes = self._laid.messages[self._next]
-        for old in [m for m in self._here if self._laid.messages[m][0] < number]:
-            self._give_up(old)
-        place, rank = self._laid.places[self._next], self._laid.rank
+    def _bring(self, number: int) -> torch.Tensor:
+        (_, source, nbytes), place, rank = self._laid.messages[number], self._laid.places[number], self._laid.rank
         ring, over = self._rings[place.owner], f", relayed by trainer rank {place.owner}" if place.owner != source else ""
         where = f"{WHERE}, engine rank {rank} from trainer rank {source}{over}"
         ring.words.wait(rank, READY, place.count + 1, self._epochs[place.owner], self._deadline, where, self._free)
-        # Seen as several dtypes, so it ends where all of them do; buffers are that long.
-        size = padded(nbytes)
-        memory = ring.slot(rank, place.half)[place.at : place.at + size]
         self.received[source] = self.received.get(source, 0) + nbytes
-        self._here[self._next] = memory
-        kept = self._laid.kept(self._next)
+        # Seen as several dtypes, so it ends where all of them do; buffers are that long.
+        memory = ring.slot(rank, place.half)[place.at : place.at + padded(nbytes)]
+        kept = self._laid.kept.get(number)
         if kept is not None:
-            kept.copy_(memory[:nbytes])
-            self._give_up(self._next)
-        self._next += 1
+            kept.copy_(memory)
+            self._give_up(number)
+        return memory
 
-    def _give_up(self, message: int) -> None:
+    def _give_up(self, number: int) -> None:
         """Let the trainer fill the buffer again when what was launched here has read it."""
-        del self._here[message]
-        self._leaving.append((message, launched(self._laid.device)))
+        self._leaving.append((number, launched(self._laid.device)))
         self._free()
 
     def _free(self) -> bool:
@@ -152,8 +103,7 @@ class RingReader(Reader):
 
     def confirm(self) -> None:
         """Raise WireError when rounds were left or a ring went on to another refit. Then the trainer may go on."""
-        if self._next != len(self._laid.messages):
-            raise WireError("the writers left rounds unread", where=WHERE, got=self._next, wanted=len(self._laid.messages))
+        self._check_read()
         wait_for(self._laid.device)
         _check_epochs(self._rings, self._epochs)
         for message in list(self._here):

@@ -1,5 +1,11 @@
 """Staging: in which pieces and in which order the moves into one engine rank are transferred, and the same moves with staging
-buffers as their sources. Pure tables, equal on both sides.
+buffers as their sources. It serves every wire whose bytes don't lie where the plan says:
+
+    cut = rounds(plan, bucket_bytes)        both sides, the same tables: pieces, their rounds, their messages
+    staging = Staging(cut.plan, ...)        engine rank, kept: the plans whose sources are the buffers that a wire names
+    class Reader(BucketReader)              engine rank, each refit: `_bring(i)` gives the bytes of buffer i once they are there,
+                                            `_give_up(i)` says that what was launched until now was the last to read them
+    Gather(Outgoing.read(...), groups)      trainer rank (`outgoing`): packs messages from live tensors, a launch for each
 
 An engine rank receives its moves in rounds of at most `bucket_bytes`; in a round each source sends one message, its pieces of
 that round end to end. First come scales of tensors that are sent as MXFP8, which are kept until their codes are there; then moves
@@ -12,16 +18,20 @@ however many messages a group holds and however few groups are under way.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
 import numpy as np
+import torch
 
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.errors import WireError
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
+from vllm_refit_ext.wires import Reader
 
 ALIGN = 256
 """Messages start at multiples of this many bytes in staging. In a message wider items come first, so all are aligned."""
@@ -198,3 +208,90 @@ def _cut(extent: list[int], limit: int) -> Iterator[tuple[list[int], list[int]]]
         piece = [*extent[:axis], min(step, extent[axis] - at), *extent[axis + 1 :]]
         for lo, part in _cut(piece, limit):
             yield [*lo[:axis], lo[axis] + at, *lo[axis + 1 :]], part
+
+
+class Staging:
+    """The moves into one engine rank with buffers as their sources. Kept from refit to refit.
+
+    whole: all of them. steps: those in place, a plan a round. round_of: of each buffer, ascending. kept: buffers of scales,
+    uint8, which stay until the refit ends. device: where the buffers lie.
+    """
+
+    def __init__(
+        self,
+        cut: Plan,
+        number: Int,
+        buffer: Int,
+        offset: Int,
+        buffers: Sequence[tuple[str, int, int]],
+        round_of: Sequence[int],
+        kept: int,
+        reloads: int,
+        device: torch.device,
+    ) -> None:
+        """cut: pieces in the order of their rounds. number, buffer, offset: int64 [n], the round of each piece, its buffer and
+        the byte in it. buffers: name, rank and bytes of each. kept, reloads: as in `Rounds`."""
+        self.device, self.round_of = device, list(round_of)
+        self.whole = plan_over(cut, buffer, offset, buffers)
+        self.steps = steps_of(self.whole, number, kept, reloads)
+        self.dtypes = len(dtypes_of(cut))
+        self.kept = {
+            i: torch.empty(padded(nbytes), dtype=torch.uint8, device=device)
+            for i, (_, _, nbytes) in enumerate(buffers)
+            if round_of[i] < kept
+        }
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of scales that are kept."""
+        return sum(t.nbytes for t in self.kept.values())
+
+
+class BucketReader(Reader):
+    """What readers of staged bytes have in common, for one refit. A buffer is waited for when it is first asked for, and with
+    it all before it; those of earlier rounds are given up then. received: bytes by trainer rank."""
+
+    ordered = True
+    received: dict[int, int]
+
+    def __init__(self, staging: Staging, where: str) -> None:
+        self._staging, self._where = staging, where
+        self.whole, self.steps = staging.whole, staging.steps
+        self.received = {}
+        self._here: dict[int, torch.Tensor] = {}
+        self._next = 0
+
+    def memory(self, buffer: int) -> torch.Tensor:
+        """The bytes of a source buffer of `whole` or of a step, uint8, once they are there. Raises WireError, DeadlineError where
+        they do not come."""
+        wanted, rounds = buffer // self._staging.dtypes, self._staging.round_of
+        while self._next <= wanted:
+            for old in [i for i in self._here if rounds[i] < rounds[self._next]]:
+                del self._here[old]
+                self._give_up(old)
+            memory = self._bring(self._next)
+            if self._next not in self._staging.kept:
+                self._here[self._next] = memory
+            self._next += 1
+        found = self._staging.kept.get(wanted, self._here.get(wanted))
+        if found is None:
+            raise WireError("a round was asked for after a later one", where=self._where, got=wanted, wanted=self._next - 1)
+        return found
+
+    def fetch(self, plan: Plan) -> None:
+        """Wait for all that a step reads."""
+        for buffer in np.unique(plan.source).tolist():
+            self.memory(buffer)
+
+    @abc.abstractmethod
+    def _bring(self, number: int) -> torch.Tensor:
+        """Wait for buffer `number`, the next one. One that is kept is in `Staging.kept` afterwards."""
+
+    def _give_up(self, number: int) -> None:
+        """Nothing that is launched from now on reads buffer `number`."""
+
+    def _check_read(self) -> None:
+        """Raise WireError when buffers were left."""
+        if self._next != len(self._staging.round_of):
+            got, wanted = self._next, len(self._staging.round_of)
+            raise WireError("the writers left rounds unread", where=self._where, got=got, wanted=wanted)
