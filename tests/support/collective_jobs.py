@@ -84,7 +84,7 @@ def cycle(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int) -
         reports.append(trainer.sender.refit(version))
         repeated.append(trainer.answers())
     compared = trainer.sender.verify()
-    rounds = len(set(trainer.sender.prepared.half._packer._pieces.number.tolist()))  # type: ignore[union-attr]
+    rounds = len(trainer.sender.prepared.half._packer._messages)  # type: ignore[union-attr]
     trainer.sender.close()
     return {
         "other": other,
