@@ -7,7 +7,6 @@ table describes every later version; what can break it is memory that moved, and
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +20,13 @@ from vllm_refit_ext.core.dtypes import ITEMSIZE, dtype_name
 from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, WireError
 from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
+from vllm_refit_ext.sender.look import Look, misfits
 
 TRAINED = ("float32", "bfloat16", "float16")
 """Element types whose values are the weights. FP8 trainers store values and scales apart, which a move can't put together."""
 
 Manifest = dict[str, tuple[tuple[int, ...], str]]
 """Hugging Face name -> (global shape, dtype name)."""
-
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
-
 
 @dataclass(repr=False)
 class SourceMap:
@@ -41,6 +38,7 @@ class SourceMap:
         order. aliases: tied name -> the name that travels; the same on every rank. placements: one row a box, one Buffer a
         Megatron tensor, in the order of `tensors`. tensors: the live local tensors; optimizer steps change them in place.
     checkpoint_names: every name the checkpoint has, or None when the bridge was made from a configuration alone.
+    addresses: of `tensors`, as the last `refresh` found them.
     """
 
     manifest: Manifest
@@ -50,7 +48,7 @@ class SourceMap:
     checkpoint_names: frozenset[str] | None
     _held: list[Held]
     _chunks: list[Any]
-    _addresses: list[int]
+    addresses: list[int]
 
     def __repr__(self) -> str:
         held = sum(buffer.nbytes for buffer in self.placements.buffers)
@@ -59,22 +57,14 @@ class SourceMap:
 
     def check_live(self) -> None:
         """Raise WireError, naming every tensor that lies elsewhere, is empty, or changed its strides, shape or dtype since."""
-        problems = []
-        for held, buffer, known, address in zip(self._held, self.placements.buffers, self.tensors, self._addresses, strict=True):
-            now = held.tensor.data
-            got = (tuple(now.shape), dtype_name(now.dtype))
-            if got != (buffer.shape, buffer.dtype):
-                problems.append(Problem("its shape or dtype changed", buffer.name, str(got), f"{buffer.shape}, {buffer.dtype}"))
-            elif not now.is_contiguous():
-                strides = f"strides {tuple(now.stride())}"
-                problems.append(Problem("it is no longer contiguous in memory", buffer.name, strides, do="Store it row-major."))
-            elif now.untyped_storage().nbytes() == 0 and now.numel():
-                problems.append(Problem("its memory was given back", buffer.name, do="Load the model back before a refit."))
-            elif not now.is_contiguous():
-                do = "Make it contiguous again; the table counts row-major elements."
-                problems.append(Problem("it is no longer contiguous", buffer.name, f"strides {now.stride()}", do=do))
-            elif now.data_ptr() != address or known.data_ptr() != address:
-                problems.append(Problem("its memory moved", buffer.name, do="Call refresh() and open the wire anew."))
+        now = [held.tensor.data for held in self._held]
+        problems = misfits(now, self.placements.buffers)
+        do = "Call refresh() and open the wire anew."
+        problems += [
+            Problem("its memory moved", buffer.name, do=do)
+            for buffer, tensor, known, address in zip(self.placements.buffers, now, self.tensors, self.addresses, strict=True)
+            if not tensor.data_ptr() == known.data_ptr() == address and not any(p.where == buffer.name for p in problems)
+        ]
         if problems:
             raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not where the source map says")
 
@@ -90,36 +80,26 @@ class SourceMap:
         The table itself stays: its offsets count from each tensor's start. Raises WireError like `check_live`, for the rest.
         """
         self.settle()
-        if self._as_before():
-            return []
-        moved = []
-        for i, held in enumerate(self._held):
-            now = held.tensor.detach()
-            if now.data_ptr() != self._addresses[i] and now.untyped_storage().nbytes():
-                moved.append(self.placements.buffers[i].name)
-                self.tensors[i], self._addresses[i] = now, now.data_ptr()
-        self.check_live()
-        return moved
-
-    def _as_before(self) -> bool:
-        """Whether every tensor lies where it lay, row-major, in the same shape and type. A few passes in C over addresses that a
-        refit would else ask for one by one; memory that was given back has another address, or none."""
         try:
             now = [place[name] for place, name in self._places]
-        except KeyError:
-            return False
-        with torch._C.DisableTorchFunction():  # a mode, such as a default device, would make each question a call of Python
-            return (
-                list(map(torch.Tensor.data_ptr, now)) == self._addresses
-                and all(map(torch.Tensor.is_contiguous, now))
-                and list(map(_SHAPE, now)) == self._known[0]
-                and list(map(_DTYPE, now)) == self._known[1]
-            )
+        except KeyError:  # it is no parameter any more, or no buffer
+            del self._places
+            now = [held.tensor for held in self._held]
+        found = self._look(now)
+        if found == self.addresses:
+            return []
+        if found is None or any(not at and known.numel() for at, known in zip(found, self.tensors, strict=True)):
+            self.check_live()
+            return []
+        moved = [i for i, (at, known) in enumerate(zip(found, self.addresses, strict=True)) if at != known]
+        for i in moved:
+            self.tensors[i] = now[i].detach()
+        self.addresses = found
+        return [self.placements.buffers[i].name for i in moved]
 
     @functools.cached_property
-    def _known(self) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
-        """Shapes and dtypes that the table was made for."""
-        return [buffer.shape for buffer in self.placements.buffers], [tensor.dtype for tensor in self.tensors]
+    def _look(self) -> Look:
+        return Look(self.placements.buffers)
 
     @functools.cached_property
     def _places(self) -> list[tuple[dict[str, Any], str]]:
@@ -181,7 +161,7 @@ def source_map(model_chunks: Sequence[torch.nn.Module] | torch.nn.Module, bridge
         checkpoint_names=view.checkpoint.names,
         _held=[item for item, _ in cuts],
         _chunks=chunks,
-        _addresses=[tensor.data_ptr() for tensor in tensors],
+        addresses=[tensor.data_ptr() for tensor in tensors],
     )
 
 

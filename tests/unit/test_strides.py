@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,11 @@ from megatron_sender.bridge import Held
 from megatron_sender.source import SourceMap
 from tests.unit.test_ring_relay import crossed
 from vllm_refit_ext.core.errors import LayoutError, WireError
+from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.core.messages import UpdateInfo
-from vllm_refit_ext.core.placement import Buffer, Placements
+from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.sender.prepared import Offered
 from vllm_refit_ext.wires import collective, ring, shm
 from vllm_refit_ext.wires.boxes import as_bytes
 
@@ -75,3 +79,33 @@ def test_bytes_of_a_tensor_are_never_those_of_a_copy():
     tensor = torch.zeros(())
     as_bytes(tensor).fill_(1)
     assert tensor.item() != 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.view(torch.int32), "int32"),
+        (lambda t: t.view(2, 8), "float32 [2, 8]"),
+        (lambda t: t.t(), "no longer contiguous"),
+        (lambda t: torch.empty(4, 4, dtype=torch.float64), "float64"),
+    ],
+)
+def test_what_is_offered_is_looked_at_in_one_pass(change, said):
+    """A tensor whose memory stays and whose meaning changes in place is refused by name; memory that moved is taken up."""
+    tensors = [torch.randn(4, 4) for _ in range(3)]
+    names = [f"t{i}" for i in range(3)]
+    rows = [Placement(n, i, (0, 0), (4, 4), 0, (16, 4)) for i, n in enumerate(names)]
+    specs = {n: TensorSpec((4, 4), "float32") for n in names}
+    placements = Placements.from_rows([Buffer(n, 0, "float32", (4, 4)) for n in names], rows, names)
+    source = SimpleNamespace(specs=specs, aliases={}, placements=placements, tensors=tensors, refresh=lambda: None)
+    offered = Offered(source, 0)
+    assert offered.current({}) is tensors
+    assert offered.addresses == [t.data_ptr() for t in tensors]
+    tensors[2].data = tensors[2].clone()
+    offered.current({})
+    assert offered.addresses[2] == tensors[2].data_ptr()
+    tensors[1].data = change(tensors[1].data)
+    with pytest.raises(WireError) as caught:
+        offered.current({})
+    assert [p.where for p in caught.value.problems] == ["t1"]
+    assert said in str(caught.value)

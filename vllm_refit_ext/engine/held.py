@@ -169,6 +169,11 @@ def _twins(module: nn.Module, attribute: str, scales: torch.Tensor) -> list[torc
     return list(found.values())
 
 
+def has_config(module: nn.Module) -> bool:
+    """Whether the module's kernels have a config of their own, which may refer to scales."""
+    return hasattr(getattr(module, "quant_method", None), "moe_quant_config")
+
+
 def config_scale(module: nn.Module, attribute: str) -> int:
     """Address of the scales that the expert kernel's own config refers to, 0 where there is none."""
     config = getattr(getattr(module, "quant_method", None), "moe_quant_config", None)

@@ -7,6 +7,7 @@ checkpoint shape, and only the boxes that this rank's routes read are asked for,
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from vllm_refit_ext.core.dtypes import CASTS, cast_text
 from vllm_refit_ext.core.errors import Problem, RouteError, SessionError
 from vllm_refit_ext.core.manifest import Manifest, suggest, suggest_each
 from vllm_refit_ext.core.placement import Placements
-from vllm_refit_ext.engine.held import HeldParam, config_scale, held_param, is_mxfp8
+from vllm_refit_ext.engine.held import HeldParam, config_scale, has_config, held_param, is_mxfp8
 from vllm_refit_ext.engine.live_layout import layout_of
 from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.keep import keep, overwritten
@@ -29,6 +30,7 @@ from vllm_refit_ext.receiver.recording import Recording, record
 from vllm_refit_ext.receiver.routes.table import Routes
 from vllm_refit_ext.receiver.target_places import closure, module_of, place, unaligned
 
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _CONVERTED = re.compile(r"(\w+) is converted to (\w+)")
 
 
@@ -39,7 +41,7 @@ class Targets(msgspec.Struct):
     converted, and how. quantise: names whose parameter holds MXFP8. kept: engine parameters and offered tensors that stay as
     they are, with the patterns that say so. problems: what keeps the rank from taking part. module_of: HF name -> the first
     module that it fills. computed: names of `reload` that a loader does more to than copying. filled: engine parameter -> names
-    that fill it.
+    that fill it. slots, configs: what `signature` looks at.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class Targets(msgspec.Struct):
     quantise: list[str]
     problems: list[Problem]
     slots: list[Any] = []
+    configs: list[tuple[Any, str]] = []
     module_of: dict[str, str] = {}
     kept: dict[str, list[str]] = {}
     computed: frozenset[str] = frozenset()
@@ -93,18 +96,11 @@ class Targets(msgspec.Struct):
         """Identity of everything the plan writes in place. It changes when a parameter is replaced, moved or retyped."""
         if self.slots and self.slots[0] is not view.model:
             return ()
-        found: list[Any] = []
-        for module, attribute in self.slots[1:]:
-            found.append(_identity(module._parameters.get(attribute, module._buffers.get(attribute))))
-            if attribute.endswith("weight"):
-                found.append(config_scale(module, attribute))
-        return tuple(found)
-
-
-def _identity(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    if tensor is None:
-        return None
-    return (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        now = [module._parameters.get(name, module._buffers.get(name)) for module, name in self.slots[1:]]
+        tensors = [t for t in now if t is not None]
+        with torch._C.DisableTorchFunction():
+            looks = [list(map(look, tensors)) for look in (torch.Tensor.data_ptr, _SHAPE, _DTYPE)]
+        return ([t is None for t in now], *looks, [config_scale(*slot) for slot in self.configs])
 
 
 def _slots(model: nn.Module, params: Iterable[str], held: Iterable[str]) -> list[Any]:
@@ -142,12 +138,14 @@ def build_targets(
     coded = {b.name for b in placements.buffers if coding_of(b.layout)}
     params = {name: live[name] for name in live if name in inside}
     held = {name: found[name] for name in found if name in coded}
+    slots = _slots(view.model, params, held)
     return Targets(
         rank=rank,
         placements=placements,
         params=params,
         held=held,
-        slots=_slots(view.model, params, held),
+        slots=slots,
+        configs=[(m, a) for m, a in slots[1:] if a.endswith("weight") and has_config(m)],
         reload=reload,
         reloaded=routes.wanted(reload),
         dropped=routes.dropped,

@@ -26,6 +26,7 @@ from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.core.placement import Placements
 from vllm_refit_ext.sender.conversion import Convert, Held, Whole, place, record
 from vllm_refit_ext.sender.geometry import Shape, Shard, shards
+from vllm_refit_ext.sender.look import Look
 from vllm_refit_ext.sender.names import Place, adapted, places, plain_names, unmerged, unwrapped
 
 Named = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]
@@ -97,7 +98,8 @@ class DTensorSource:
         self._places = [p for p, _ in offered]
         self._locals = [local for _, local in offered]
         self._known = [p.tensor for p in self._places]
-        self._addresses = [t.data_ptr() for t in self.tensors]
+        self.addresses = [t.data_ptr() for t in self.tensors]
+        self._look = Look(self.placements.buffers)
 
     def refresh(self) -> None:
         """Point `tensors` at the shards of now.
@@ -123,19 +125,19 @@ class DTensorSource:
                 problems.append(Problem("it is another part of its tensor than the sender was made for", p.name, got, wanted, do))
             else:
                 self.tensors[i], self._locals[i], self._known[i] = now.memory, now, p.tensor
-                self._addresses[i] = now.memory.data_ptr()
         if problems:
             raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not what the sender was made for")
+        self.addresses = [t.data_ptr() for t in self.tensors]
 
     def _as_before(self) -> bool:
-        """Whether every tensor is the one that it was, where it was: a look at each address."""
+        """Whether every tensor is the one that it was, as it was and where it was."""
         try:
             now = [p.table[p.key] for p in self._places]
         except KeyError as error:
             raise WireError("a parameter was taken out of the model", where=str(error)) from error
         if not all(map(operator.is_, now, self._known)):
             return False
-        return [getattr(t, "_local_tensor", t).data_ptr() for t in now] == self._addresses
+        return self._look([getattr(t, "_local_tensor", t) for t in now]) == self.addresses
 
     def _reshard(self) -> None:
         for module in self._sharded:

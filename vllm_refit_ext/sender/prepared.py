@@ -9,16 +9,16 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.dtypes import dtype_name
 from vllm_refit_ext.core.errors import ConfigError, ManifestError, Problem, WireError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import PrepareReply
 from vllm_refit_ext.core.part import names_in
-from vllm_refit_ext.core.placement import Buffer, Placements, concatenate
+from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.plan_wire import PackedPlan
 from vllm_refit_ext.core.sites import this_site
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
+from vllm_refit_ext.sender.look import Look, misfits
 from vllm_refit_ext.sender.prequantize import Prequantised
 from vllm_refit_ext.sender.source import Source
 from vllm_refit_ext.wires import Sender
@@ -61,12 +61,14 @@ class Offered:
         self.placements = source.placements.as_rank(rank)
         self.specs = dict(source.specs)
         self._prequantised: Prequantised | None = None
-        self._looks: tuple[list[int], list[int]] = ([], [])
+        self.addresses: list[int] = []
+        """Of what `current` returned. The same list while nothing has moved, where the source keeps one."""
         buffers = self.placements.buffers
         if len(buffers) != len(source.tensors):
             raise ConfigError(
                 "a source has one tensor for each buffer", where="placements", got=len(source.tensors), wanted=len(buffers)
             )
+        self._look = Look(buffers)
         problems = misfits(source.tensors, buffers)
         problems += [
             Problem("a placement's tensor has no entry in specs", f"tensor {self.placements.names[i]!r}")
@@ -99,20 +101,16 @@ class Offered:
         """
         self.source.refresh()
         live = self.source.tensors
-        # A pass in C over each of these; what else may have changed shows in one of them. A mode, such as a default device,
-        # would make each question a call of Python.
-        with torch._C.DisableTorchFunction():
-            looks = (list(map(torch.Tensor.data_ptr, live)), list(map(torch.Tensor.numel, live)))
-            contiguous = all(map(torch.Tensor.is_contiguous, live))
-        if looks != self._looks or not contiguous:
-            problems = misfits(live, self.placements.buffers[: len(live)])
-            if problems:
-                raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not what the plan was made for")
-            self._looks = looks
+        addresses = getattr(self.source, "addresses", None) or self._look(live)
+        if addresses is None or (0 in addresses and any(not at and t.numel() for at, t in zip(addresses, live, strict=True))):
+            problems = misfits(live, self.placements.buffers[: len(live)]) or [Problem("a tensor has no memory", "the source")]
+            raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not what the plan was made for")
+        self.addresses = addresses
         if self._prequantised is None:
             return live
         begin = time.perf_counter()
-        filled = self._prequantised.fill(live)
+        filled = self._prequantised.fill(live, addresses)
+        self.addresses = self._prequantised.addresses
         seconds["quantise"] = time.perf_counter() - begin
         return filled
 
@@ -131,33 +129,19 @@ class Prepared(msgspec.Struct):
     digests: SentDigests | None = None
     offer: bytes = b""
 
-    def begin(self, tensors: Sequence[torch.Tensor], part: Sequence[str]) -> bytes:
-        """Make this rank's weights readable, or the `part` of them that engines will read (see `core.part`). Raises WireError,
-        and ManifestError for patterns that match nothing."""
+    def begin(self, tensors: Sequence[torch.Tensor], part: Sequence[str], addresses: list[int] | None = None) -> bytes:
+        """Make this rank's weights readable, or the `part` of them that engines will read (see `core.part`). addresses: those of
+        `tensors`, where somebody looked at them. Raises WireError, and ManifestError for patterns that match nothing."""
         if part:
             names = names_in(self.plan.manifest, part)
             table = self.offered.placements
             mine = np.array([name in names for name in table.names], bool)[table.tensor] if len(table) else np.zeros(0, bool)
             self.half.only = set(table.buffer[mine].tolist())
+        self.half.addresses = addresses
         try:
             return self.half.begin(tensors)
         finally:
-            self.half.only = None
-
-
-def misfits(tensors: Sequence[torch.Tensor], buffers: Sequence[Buffer]) -> list[Problem]:
-    """A problem for every tensor that is not the contiguous memory that its buffer describes."""
-    problems = []
-    for tensor, buffer in zip(tensors, buffers, strict=True):
-        got, wanted = (f"{dtype_name(tensor.dtype)} {list(tensor.shape)}", f"{buffer.dtype} {list(buffer.shape)}")
-        if got != wanted:
-            problems.append(Problem("its shape or dtype is another", buffer.name, got, wanted, "prepare again"))
-        elif tensor.numel() and not tensor.untyped_storage().nbytes():
-            problems.append(Problem("its memory was given back", buffer.name, do="load it back before a refit"))
-        elif not tensor.is_contiguous():
-            what, do = "it is not contiguous in memory", "store it row-major"
-            problems.append(Problem(what, buffer.name, f"strides {list(tensor.stride())}", f"shape {list(tensor.shape)}", do))
-    return problems
+            self.half.only = self.half.addresses = None
 
 
 def merge(described: Sequence[Description]) -> Manifest:

@@ -22,7 +22,7 @@ from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Buffer, Placements, concatenate
 from vllm_refit_ext.kernels.moves import At, QuantizeMove, Stack
 from vllm_refit_ext.kernels.mxfp8 import check_finite, strided
-from vllm_refit_ext.kernels.table import Table
+from vllm_refit_ext.kernels.table import Table, bound
 
 CODES = "float8_e4m3fn"
 QUANTISABLE = ("bfloat16", "float32")
@@ -68,47 +68,49 @@ class Prequantised:
         ]
         self.placements = concatenate([placements.select(~coded), *_pairs(placements, coded, used)])
         self._table: Table | None = None
-        self._addresses: list[int] = []
         self._names = [
             ", ".join(sorted({placements.names[t] for t in placements.tensor[placements.buffer == i]})[:2]) for i in used
         ]
-        self._tensors = list(tensors)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """See the class."""
         pairs = zip(self._codes, self._scales, strict=True)
-        return [*self._tensors, *(t for codes, scales in pairs for t in (codes.view(torch.float8_e4m3fn), scales))]
+        self._made = [t for codes, scales in pairs for t in (codes.view(torch.float8_e4m3fn), scales)]
+        self._seen: list[int] | None = None
+        self.tensors = [*tensors, *self._made]
+        self.addresses: list[int] = []
+        """Of `tensors`, as the last `fill` found them; the same list while nothing has moved."""
 
     @property
     def nbytes(self) -> int:
         """Memory of codes and scales."""
         return sum(t.nbytes for t in (*self._codes, *self._scales))
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Quantise what `tensors` hold now, in one launch a dtype. Returns `self.tensors`.
+    def fill(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Quantise what `tensors` hold now, in one launch a dtype. addresses: theirs, where the caller has looked. Returns
+        `self.tensors`.
 
-        Nothing is done for each tensor while none has moved, beyond looking at its address. Raises LayoutError that names
-        tensors with NaN or Inf. Waits for the device.
+        Nothing is done for each tensor while none has moved. Raises LayoutError that names tensors with NaN or Inf. Waits for the
+        device.
         """
-        self._tensors = list(tensors)
-        if not self._used:
-            return self.tensors
-        addresses = [tensors[i].data_ptr() for i in self._used]
-        if self._table is None or addresses != self._addresses:
-            sources = [tensors[i].detach() for i in self._used]
-            alignment = {3 * i: s.element_size() for i, s in enumerate(sources) if s.data_ptr() % 16}
-            moves = [
-                QuantizeMove(
-                    strided(_matrix(s), 3 * i), Stack("plain", At(3 * i + 1), At(3 * i + 2), _held(s)), (0, 0), "ceil", name
-                )
-                for i, (s, name) in enumerate(zip(sources, self._names, strict=True))
-            ]
-            self._table, self._addresses = Table(moves, sources[0].device, alignment=alignment), addresses
-            self._table.bind([t for triple in zip(sources, self._codes, self._scales, strict=True) for t in triple])
-        self._table.launch()
-        check_finite(self._table)
+        now = addresses if addresses is not None else [t.data_ptr() for t in tensors]
+        if now is not self._seen and now != self._seen:
+            self._bind(tensors)
+            self.tensors = [*tensors, *self._made]
+            self.addresses = [*now, *(t.data_ptr() for t in self._made)]
+        self._seen = now if isinstance(now, list) else list(now)
+        if self._table is not None:
+            self._table.launch()
+            check_finite(self._table)
         return self.tensors
+
+    def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        sources = [tensors[i].detach() for i in self._used]
+        if not sources:
+            return
+        buffers = [t for triple in zip(sources, self._codes, self._scales, strict=True) for t in triple]
+        moves = [
+            QuantizeMove(strided(_matrix(s), 3 * i), Stack("plain", At(3 * i + 1), At(3 * i + 2), _held(s)), (0, 0), "ceil", name)
+            for i, (s, name) in enumerate(zip(sources, self._names, strict=True))
+        ]
+        self._table = bound(moves, sources[0].device, buffers, self._table)
 
 
 def _problems_of(name: str, spec: TensorSpec) -> list[Problem]:

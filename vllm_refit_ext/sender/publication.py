@@ -118,15 +118,16 @@ class Publisher:
             check_part(part, self.config.wire)
             prepared = self._prepared = ready()
             tensors = prepared.offered.current(seconds)
+            addresses: list[int] | None = prepared.offered.addresses
             if self.ranks.rank == 0:
                 self.registry.put(entry, self._deadline())
                 self._entry = entry
             copy = time.perf_counter()
             if retain == "snapshot" and not prepared.half.copied:
-                tensors = self._copied(tensors)
+                tensors, addresses = self._copied(tensors), None
                 seconds["copy"] = time.perf_counter() - copy
             prepared.half.forget()  # who comes late was never told
-            mine = prepared.begin(tensors, part)
+            mine = prepared.begin(tensors, part, addresses)
             seconds["publish"] = time.perf_counter() - copy
             return mine
 

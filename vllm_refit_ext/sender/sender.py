@@ -221,7 +221,7 @@ class RefitSender:
             check_part(part, self.config.wire)
             tensors = prepared.offered.current(seconds)
             begin = time.perf_counter()
-            mine = prepared.begin(tensors, part)
+            mine = prepared.begin(tensors, part, prepared.offered.addresses)
             seconds["publish"] = time.perf_counter() - begin
             return mine
 

@@ -43,5 +43,8 @@ class Source(Protocol):
         Afterwards `tensors` is the current weights: memory that moved is pointed to anew. Shapes, dtypes and `placements` stay
         what they were. What it returns is not read. Raises WireError that names every tensor whose memory was given back or no
         longer fits.
+
+        A source that looks at every tensor's address, shape, dtype and strides itself may keep the addresses in an attribute
+        `addresses`, a list in the order of `tensors` and the same list while nothing has moved. The sender then looks no more.
         """
         ...

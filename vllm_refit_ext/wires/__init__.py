@@ -42,13 +42,15 @@ class Sender(abc.ABC):
     """A trainer rank's half. resident: engines may keep this memory mapped between refits. sends: whether `transfer` has anything
     to do, so that all trainer ranks work while the engines' calls run. copied: bytes that `begin` copies, so that the weights may
     change behind it; 0 where engines read the weights themselves. only: numbers of the buffers that the next `begin` has to make
-    readable, for a partial refit; None for all.
+    readable, for a partial refit; None for all. addresses: of the tensors that the next `begin` is given, which are contiguous,
+    where the caller has looked at them already.
     """
 
     resident = False
     sends = False
     copied = 0
     only: Collection[int] | None = None
+    addresses: list[int] | None = None
 
     @abc.abstractmethod
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:

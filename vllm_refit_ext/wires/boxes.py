@@ -91,9 +91,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def addresses_of(tensors: Sequence[torch.Tensor], used: Sequence[int], where: str) -> list[int]:
-    """Addresses of the tensors numbered `used`, for one refit. Raises WireError where one is not contiguous: a plan's offsets
-    count row-major elements, whatever the tensor looked like when the plan was made."""
+def addresses_of(
+    tensors: Sequence[torch.Tensor], used: Sequence[int], where: str, known: Sequence[int] | None = None
+) -> list[int]:
+    """Addresses of the tensors numbered `used`, for one refit. known: those of all tensors, where the caller has looked. Raises
+    WireError where one is not contiguous: a plan's offsets count row-major elements, whatever the tensor looked like when the
+    plan was made."""
+    if known is not None:
+        return [known[i] for i in used]
     mine = [tensors[i] for i in used]
     with torch._C.DisableTorchFunction():  # a mode would make each question a call of Python
         contiguous, addresses = all(map(torch.Tensor.is_contiguous, mine)), list(map(torch.Tensor.data_ptr, mine))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -52,31 +51,53 @@ class IpcSender(Sender):
     def __init__(self, rank: int, used: Int) -> None:
         """used: int64 numbers of this rank's buffers that a plan reads."""
         self.rank, self.resident = rank, False
-        self._used, self._used_list = used, used.tolist()
+        self._used, self.used = used, used.tolist()
+        self._known: list[int] | None = None
         self._addresses: list[int] = []
+        self._freed: object = None
         self._export: Export | None = None
         self._flag: torch.Tensor | None = None
         self._epoch = ""
         self._sent = False
 
+    def export(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make handles for where the tensors lie, unless those there are still good. Raises WireError where memory can't be
+        exported."""
+        known, freed = self.addresses, _segments_freed(self._flag)
+        if self._export is not None and freed == self._freed and known is not None and known is self._known:
+            return
+        addresses = addresses_of(tensors, self.used, f"{WHERE}, trainer rank {self.rank}", known)
+        self._known = known
+        if self._export is not None and addresses == self._addresses and (freed == self._freed or self._same_handles()):
+            self._freed = freed
+            return
+        device = _device([tensors[i] for i in self.used], self.rank)
+        with torch.cuda.device(device):
+            if self._flag is None or self._flag.device != device:
+                self._flag = torch.zeros(2, dtype=torch.int64, device=device)
+            self._export, self._addresses = self._make(len(tensors), addresses), addresses
+        self._epoch, self._sent, self._freed = secrets.token_hex(8), False, _segments_freed(self._flag)
+
+    def _same_handles(self) -> bool:
+        """Whether the allocations are the ones that were exported: memory that was freed and allocated anew may lie where it
+        lay."""
+        assert self._export is not None
+        try:
+            return b"".join(map(cuda_ipc.export, unpack(self._export.bases).tolist())) == self._export.handles
+        except WireError:
+            return False
+
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Wait for the device, then mark the memory as this refit's. Raises WireError where memory can't be exported."""
         if not len(self._used):
             return msgspec.msgpack.encode(IpcRank(rank=self.rank))
-        mine = self._of(tensors)
-        addresses = addresses_of(tensors, self._used_list, f"{WHERE}, trainer rank {self.rank}")
-        moved = addresses != self._addresses or self._export is None
-        device = _device(mine, self.rank) if moved else mine[0].device
-        nonce = secrets.randbits(62) | 1
+        self.export(tensors)
+        assert self._flag is not None
+        device, nonce = self._flag.device, secrets.randbits(62) | 1
         with torch.cuda.device(device):
-            if self._flag is None:
-                self._flag = torch.zeros(2, dtype=torch.int64, device=device)
             self._flag[0] = nonce
             # Parameters may have been written on any stream.
             torch.cuda.synchronize(device)
-        if moved:
-            self._export, self._addresses = self._make(len(tensors), addresses), addresses
-            self._epoch, self._sent = secrets.token_hex(8), False
         part = IpcRank(
             rank=self.rank,
             process=cuda_ipc.process(),
@@ -99,10 +120,6 @@ class IpcSender(Sender):
         if self._flag is not None:
             self._flag.zero_()
             torch.cuda.synchronize(self._flag.device)
-
-    def _of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that are read."""
-        return list(itemgetter(*self._used_list)(tensors)) if len(self._used_list) > 1 else [tensors[self._used_list[0]]]
 
     def _make(self, count: int, addresses: list[int]) -> Export:
         assert self._flag is not None
@@ -130,7 +147,13 @@ class IpcSender(Sender):
     def close(self) -> None:
         """Drop the flag; readers that still map it find that out by its nonce."""
         self.end()
-        self._flag, self._export, self._addresses = None, None, []
+        self._flag, self._export, self._known, self._addresses = None, None, None, []
+
+
+def _segments_freed(flag: torch.Tensor | None) -> object:
+    """How many allocations torch has given back to the driver so far on the device of `flag`."""
+    stats: Any = torch.cuda.memory_stats_as_nested_dict(flag.device) if flag is not None else {}
+    return stats.get("segment", {}).get("all", {}).get("freed")
 
 
 def _device(tensors: Sequence[torch.Tensor], rank: int) -> torch.device:
@@ -351,8 +374,12 @@ def shares(plan: Plan, sites: Sites, bucket_bytes: int = 0) -> list[bytes]:
 
 
 def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> IpcSender:
-    """This rank's half. Memory is exported at the first `begin`."""
-    return IpcSender(rank, unpack(msgspec.msgpack.decode(share, type=_Share).used))
+    """This rank's half. tensors: of which those that lie on a GPU are exported now, so that the first refit need not; parameters
+    that are elsewhere at present are exported by the refit that finds them there."""
+    sender = IpcSender(rank, unpack(msgspec.msgpack.decode(share, type=_Share).used))
+    if tensors and len(sender.used) and all(tensors[i].device.type == "cuda" and tensors[i].data_ptr() for i in sender.used):
+        sender.export(tensors)
+    return sender
 
 
 def info(parts: Sequence[bytes]) -> IpcInfo:
