@@ -28,6 +28,7 @@ TRAINED = ("float32", "bfloat16", "float16")
 Manifest = dict[str, tuple[tuple[int, ...], str]]
 """Hugging Face name -> (global shape, dtype name)."""
 
+
 @dataclass(repr=False)
 class SourceMap:
     """What one trainer rank offers.

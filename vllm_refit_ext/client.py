@@ -109,30 +109,25 @@ class EngineClient(ABC):
         return [msgspec.structs.replace(reply, problems=problems) for reply in replies]
 
     def update(self, info: UpdateInfo) -> list[UpdateReport]:
-        """`update_weights` on all ranks, then their reports, within `info.deadline_s` + LATE_S.
+        """`update_weights` on all ranks, and their reports, within `info.deadline_s` + LATE_S.
 
         Raises when a rank failed or reports another version.
         """
         end = time.monotonic() + info.deadline_s + LATE_S
-        self._within("update_weights", (to_rpc(info),), info.deadline_s + LATE_S)
-        statuses = self.status(max(1.0, end - time.monotonic()))
+        raw = self._within("update_weights", (to_rpc(info),), info.deadline_s + LATE_S)
+        whole = bool(raw) and all(isinstance(reply, dict) for reply in raw)
+        statuses = _read(Status, raw, "update_weights") if whole else self.status(max(1.0, end - time.monotonic()))
         reports = [s.last for s in statuses]
         stale = [i for i, r in enumerate(reports) if r is None or r.version != info.version]
         if stale:
             got = [getattr(reports[i], "version", None) for i in stale]
-            raise RefitError(
-                "ranks report another version after the update", where=f"engine ranks {stale}", got=got, wanted=info.version
-            )
+            what = "ranks report another version after the update"
+            raise RefitError(what, where=f"engine ranks {stale}", got=got, wanted=info.version)
         if info.caches != "keep" and not all(s.caches.startswith(info.caches) for s in statuses):
             answer = statuses[0].caches or "no answer: the plugin `refit` is not loaded in the engine's process"
+            what = "the new weights serve, but caches of older weights were not reset"
             do = "leave the plugin on (see VLLM_PLUGINS), or reset the caches yourself and pass caches='keep'"
-            raise SessionError(
-                "the new weights serve, but caches of older weights were not reset",
-                where="caches",
-                got=answer,
-                wanted=info.caches,
-                do=do,
-            )
+            raise SessionError(what, where="caches", got=answer, wanted=info.caches, do=do)
         return [r for r in reports if r is not None]
 
     def status(self, deadline_s: float = DEADLINE_S) -> list[Status]:
@@ -204,17 +199,7 @@ class EngineClient(ABC):
 
     def _ask(self, kind: type[M], method: str, args: tuple[Any, ...], deadline_s: float) -> list[M]:
         """Call `method` and read the replies of all ranks."""
-        raw = self._within(method, args, deadline_s)
-        try:
-            replies = [from_rpc(kind, reply, method) for reply in raw]
-        except ConfigError as error:
-            raise WireError.of(error.problems) from None
-        ranks = Counter(r.rank for r in replies)
-        if sorted(ranks) != list(range(max(1, len(ranks)))) or len(set(ranks.values())) > 1:
-            got = ", ".join(f"rank {rank} {count} time(s)" for rank, count in sorted(ranks.items())) or "no reply"
-            wanted = "each rank from 0 on, once or once a data parallel replica"
-            raise WireError("not every rank of the engine answered", where=method, got=got, wanted=wanted)
-        return replies
+        return _read(kind, self._within(method, args, deadline_s), method)
 
     def _within(self, method: str, args: tuple[Any, ...], deadline_s: float) -> list[Any]:
         return bounded(lambda: self.call(method, args, deadline_s), deadline_s, method)
@@ -356,6 +341,20 @@ def bounded(work: Callable[[], T], timeout_s: float, where: str) -> T:
     if not concurrent.futures.wait([outcome], timeout_s).done:
         raise DeadlineError("the engine did not answer", where=where, wanted=f"within {timeout_s:g} s", do=LATE_DO)
     return outcome.result()
+
+
+def _read(kind: type[M], raw: Sequence[Any], method: str) -> list[M]:
+    """The replies of all ranks. Raises WireError where one can't be read, and where ranks are missing."""
+    try:
+        replies = [from_rpc(kind, reply, method) for reply in raw]
+    except ConfigError as error:
+        raise WireError.of(error.problems) from None
+    ranks = Counter(r.rank for r in replies)
+    if sorted(ranks) != list(range(max(1, len(ranks)))) or len(set(ranks.values())) > 1:
+        got = ", ".join(f"rank {rank} {count} time(s)" for rank, count in sorted(ranks.items())) or "no reply"
+        wanted = "each rank from 0 on, once or once a data parallel replica"
+        raise WireError("not every rank of the engine answered", where=method, got=got, wanted=wanted)
+    return replies
 
 
 def _translated(method: str, timeout_s: float | None, call: Callable[[], list[Any]]) -> list[Any]:

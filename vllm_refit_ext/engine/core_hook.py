@@ -5,7 +5,7 @@ The plugin wraps methods of vLLM's `EngineCore`, in whatever process it lives (i
 
 - `collective_rpc`: after every call that may be a refit, however it ended, the workers are asked for their marks
   (`guard.report`). If one is torn, all running and waiting requests are ended with an error, and the engine stays up. If a
-  refit was committed since they were last asked, its cache policy is applied, once. `refit_status` replies get the result.
+  refit was committed since they were last asked, its cache policy is applied, once. Replies that are a status get the result.
 - `preprocess_add_request` and `add_request`: after a refit that let requests go on, a new one gets a salt that keeps it from
   their blocks (`caches`). While torn, a request is answered at once with an error that says why and what to do.
 - `_handle_client_request`: the message that wakes an idle engine which follows a registry (`follow`) is ours.
@@ -101,7 +101,7 @@ class CoreGuard:
                 self.learn(realign=True, blame=f"{method} failed: {error}")
             raise
         self.learn()
-        if method in ("refit_status", "refit_follow"):
+        if method in ("update_weights", "refit_status", "refit_follow"):
             for reply in replies:
                 if isinstance(reply, dict):
                     reply["caches"] = self.caches

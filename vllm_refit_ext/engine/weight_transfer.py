@@ -148,16 +148,21 @@ class RefitEngine:
         self.started = True
         self.postponed = functools.partial(start, *arguments, **named) if self.other else None
 
-    def worker_update_weights(self, update_info: Any) -> None:
-        """One refit if it is ours, else one update of the other backend."""
+    def worker_update_weights(self, update_info: Any) -> Any:
+        """One refit if it is ours, else one update of the other backend. After ours it returns what `refit_status` would, which
+        saves a caller a second call; None where a front would show the replies of one data parallel replica only."""
+        from vllm_refit_ext.engine.extension import RPCS
+
         if self.other and not self._is_ours(update_info):
             if self.postponed is not None:
                 postponed, self.postponed = self.postponed, None
                 self.started = False
                 postponed()
             self.native["update_weights"](update_info)
-            return
+            return None
         self.update_weights(update_info)
+        alone = self.view.vllm_config.parallel_config.data_parallel_size == 1
+        return RPCS["refit_status"](self.worker) if alone else None
 
     def worker_finish_weight_update(self) -> None:
         """Close the session, ours or the other backend's."""

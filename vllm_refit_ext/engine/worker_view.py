@@ -22,7 +22,7 @@ class WorkerView:
     `model`: the served module (with LoRA wrappers if there are any). `rank`, `world_size`: within one engine replica
     (tensor x pipeline parallel), not across data parallel replicas. `replica`: the data parallel index. `executor`: vLLM's
     name for how ranks are run ("mp", "uni", "ray", "external_launcher", or a class name). `serial`: number of this engine among
-    those of this process, in the order of their first calls. `exchange`: see `agree`.
+    those of this process, in the order of their first calls. `exchange`: see `agree`. `recorded`: see `recording`.
     """
 
     model: torch.nn.Module
@@ -36,6 +36,7 @@ class WorkerView:
     model_runner: Any = None
     serial: int = 0
     exchange: Any = field(default=None, repr=False)
+    recorded: Any = field(default=None, repr=False)
 
     @property
     def speaks(self) -> bool:

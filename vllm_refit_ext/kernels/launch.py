@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 
 import torch
@@ -54,8 +55,11 @@ def constants(key: Key, tile: Tile, hardware: bool) -> dict[str, object]:
     return values
 
 
-def launch(key: Key, tile: Tile, count: int, table: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor) -> None:
+def launch(
+    key: Key, tile: Tile, count: int, table: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, run: bool = True
+) -> None:
     """Run one group: `count` programs over `table` int64 [rows, 16] and `tiles` int32 [count]. `out` takes flags or digests.
+    run: False only compiles what a run of the same arguments would.
 
     Raises LayoutError for CPU tensors without the interpreter.
     """
@@ -69,4 +73,6 @@ def launch(key: Key, tile: Tile, count: int, table: torch.Tensor, tiles: torch.T
     hardware = not INTERPRETED and torch.cuda.get_device_capability(table.device) >= (8, 9)
     outs = () if name.startswith(("shuffle", "copy")) else (out,)
     with torch.cuda.device(table.device) if table.device.type == "cuda" else nullcontext():
-        KERNELS[name][(count,)](table, tiles, *outs, **constants(key, tile, hardware), num_warps=tile.warps)
+        kernel = KERNELS[name]
+        start = kernel[(count,)] if run else functools.partial(kernel.warmup, grid=(count,))
+        start(table, tiles, *outs, **constants(key, tile, hardware), num_warps=tile.warps)

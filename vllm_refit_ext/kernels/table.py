@@ -126,12 +126,21 @@ class Table:
         if self.backend == "torch":
             self._bad = twin.run(self.moves, self._buffers, self.digests)
             return
-        from vllm_refit_ext.kernels.launch import launch
-
         for x in self._launches:
             if len(x.flags):
                 x.flags.zero_()
-            launch(x.key, x.tile, x.count, x.table, x.tiles, self.digests if "digest" in str(dict(x.key)["kernel"]) else x.flags)
+        self._start(run=True)
+
+    def compile(self) -> None:
+        """Compile the kernels of a launch, for which the first launch would wait. Nothing need be bound."""
+        self._start(run=False)
+
+    def _start(self, run: bool) -> None:
+        if self._launches:
+            from vllm_refit_ext.kernels.launch import launch
+        for x in self._launches:
+            out = self.digests if "digest" in str(dict(x.key)["kernel"]) else x.flags
+            launch(x.key, x.tile, x.count, x.table, x.tiles, out, run)
 
     def nonfinite(self) -> list[int]:
         """Numbers of the QuantizeMoves whose source held NaN or Inf in the last launch, ascending. Waits for the stream."""
@@ -162,9 +171,14 @@ class Table:
         )
 
 
+def alignment_of(buffers: Sequence[Buffer]) -> dict[int, int]:
+    """Least alignment in bytes of each buffer that does not lie on whole `WIDE` bytes, as `Table` takes it."""
+    return {i: min(WIDE, at & -at) for i, at in enumerate(map(address_of, buffers)) if at % WIDE}
+
+
 def bound(moves: Sequence[AnyMove], device: torch.device, buffers: Sequence[Buffer], table: Table | None = None) -> Table:
     """`table`, or one of `moves` where there is none yet or memory is aligned worse than it was built for, bound to `buffers`."""
-    needed = {i: min(WIDE, at & -at) for i, at in enumerate(map(address_of, buffers)) if at % WIDE}
+    needed = alignment_of(buffers)
     if table is None or any(align < table.alignment.get(i, WIDE) for i, align in needed.items()):
         table = Table(moves, device, alignment=needed)
     table.bind(buffers)

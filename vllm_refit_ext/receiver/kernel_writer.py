@@ -20,7 +20,7 @@ from vllm_refit_ext.engine.held import HeldParam
 from vllm_refit_ext.kernels import twin
 from vllm_refit_ext.kernels.moves import At, Stack
 from vllm_refit_ext.kernels.mxfp8 import check_finite
-from vllm_refit_ext.kernels.table import Table, bound
+from vllm_refit_ext.kernels.table import Table, alignment_of, bound
 from vllm_refit_ext.kernels.verify import verify
 from vllm_refit_ext.receiver.kernel_moves import KernelMoves, Side, kernel_moves, matrices, target_buffers
 from vllm_refit_ext.wires.boxes import Content, Memory, as_bytes, box_view, source_view, target_view
@@ -106,6 +106,14 @@ class KernelWriter:
         """Wait for what was quantised. Raises LayoutError that names tensors with NaN or Inf in it."""
         for table in self._launched:
             check_finite(table)
+
+    def compile(self) -> None:
+        """On a GPU: make the table and compile its kernels, so that the first write need not. A refit whose sources do not lie on
+        whole 16 bytes makes another table."""
+        if self._moves and self.device.type == "cuda":
+            targets = target_buffers(self.plan, self._numbers, self._params, self._held)
+            self._table = Table(self._moves, self.device, alignment=alignment_of(targets))
+            self._table.compile()
 
     def check(self, reader: Memory, sample: int, seed: int) -> int:
         """Recompute up to `sample` of the moves by the reference and compare bytes. Returns how many; raises VerifyError."""

@@ -126,13 +126,17 @@ def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, re
     targets, plan, made = _plan(view, manifest, sources, rank, patterns, distances(offer.sites, {rank: this_site()}), clock)
     derived = Derived(view, targets.written())
     reloading = reload_bytes(view, targets)
+    writer = writer_for(plan, targets, view, made)
+    if isinstance(writer, KernelWriter):
+        with clock("compile"):
+            writer.compile()
     prepared = Prepared(
         view,
         manifest,
         targets,
         plan,
         plan.digest(targets.rank),
-        writer_for(plan, targets, view, made),
+        writer,
         ReloadWriter(plan, reload, view.device),
         targets.signature(view),
         derived,

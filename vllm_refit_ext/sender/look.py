@@ -1,8 +1,8 @@
 """The one look that a refit takes at the trainer's tensors: where they lie, and whether they are what the plan was made for.
 
-It is all of a refit that grows with the number of tensors. A pass in C over each question costs a tenth of a microsecond a tensor;
-a loop in Python over all of them costs ten times that. So what a tensor must be stands in lists that are made once, and only
-where the lists differ are the tensors asked one by one.
+It is all of a refit that grows with the number of tensors. A pass in C over each question costs a tenth of a microsecond a
+tensor; a loop in Python over all of them costs ten times that. So what a tensor must be stands in lists that are made once, and
+only where the lists differ are the tensors asked one by one.
 """
 
 from __future__ import annotations
