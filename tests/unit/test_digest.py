@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_refit_ext.core import digest as module
 from vllm_refit_ext.core.digest import digest
 from vllm_refit_ext.core.errors import LayoutError
 
@@ -66,6 +67,16 @@ def test_long_rows_and_many_rows_are_chunked_alike():
     whole = digest(array, shape=array.shape, start=(0, 0))
     assert whole == sum(digest(array[:, c : c + 9_999], shape=array.shape, start=(0, c)) for c in range(0, 70_000, 9_999)) % 2**64
     assert whole == digest(array.reshape(-1), shape=(210_000,), start=(0,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_threads_add_the_same(dtype, monkeypatch):
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: range(3))
+    array = np.frombuffer(np.random.default_rng(0).bytes((1 << 20) * np.dtype(dtype).itemsize + 80), dtype)
+    parts = [digest(array[i : i + 60_001], shape=array.shape, start=(i,)) for i in range(0, len(array), 60_001)]
+    assert digest(array, shape=array.shape, start=(0,)) == sum(parts) % 2**64
+    every = np.full(1 << 16, 0xFF, np.uint8).view(dtype)  # the largest sums
+    assert digest(every, shape=every.shape, start=(0,)) == plain(every, every.shape, (0,))
 
 
 @settings(max_examples=40, deadline=None)
