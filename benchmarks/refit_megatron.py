@@ -27,7 +27,7 @@ from cyclopts import Parameter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script, from any folder
 
-from benchmarks.refit import copy_ceiling
+from benchmarks.peers import copy_ceiling
 from benchmarks.shards import MODELS
 from benchmarks.sparse_checkpoint import write_sparse_checkpoint
 from examples.support.tiny_model import build_megatron, import_megatron
