@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from vllm_refit_ext.core.box import volume
-from vllm_refit_ext.sender.conversion import Held, Whole, boxes_of_copy, place, record
+from vllm_refit_ext.sender.conversion import LocalTensor, Whole, boxes_of_copy, place, record
 from vllm_refit_ext.sender.geometry import Cut, Shard, shards
 
 MODEL = Path(__file__).resolve().parents[1] / "examples/recipes/models/qwen3-30b-a3b.json"
@@ -44,7 +44,7 @@ def main(config: Path, ranks: int) -> None:
         boxes_of_copy.cache_clear()  # each rank is a process of its own
         begin = time.perf_counter()
         found = {name: shards(whole.shape, (ranks,), (rank,), [Cut(0)]) for name, whole in tensors.items()}
-        table = place(conversion, [Held(name, local_shape(held), held) for name, held in found.items() if held], rank)
+        table = place(conversion, [LocalTensor(name, local_shape(held), held) for name, held in found.items() if held], rank)
         seconds.append(time.perf_counter() - begin)
         rows += len(table)
         elements += int(volume(table.lo, table.hi).sum())

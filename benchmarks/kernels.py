@@ -27,8 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from vllm_refit_ext.core.layouts import Held, layout_of
-from vllm_refit_ext.kernels.moves import At, CopyMove, DigestMove, HeldBox, QuantizeMove, ShuffleMove, Stack, contiguous
+from vllm_refit_ext.core.layouts import Stored, layout_of
+from vllm_refit_ext.kernels.moves import At, CopyMove, DigestMove, QuantizeMove, ShuffleMove, Stack, StoredBox, contiguous
 from vllm_refit_ext.kernels.table import Table
 from vllm_refit_ext.kernels.tuning import Tile
 
@@ -134,10 +134,10 @@ def jobs(inner: int, hidden: int, gib: float) -> list[Job]:
         stacks, buffers = [], []
         for rows, cols, gated in ((2 * inner, hidden, True), (hidden, inner, False)):
             step = layout_of(layout).row_multiple
-            held = Held(-(-rows // step) * step, cols, gated)
+            stored = Stored(-(-rows // step) * step, cols, gated)
             number = first + len(buffers)
-            stacks.append(Stack(layout, At(number), At(number + 1), held, experts))
-            for shape in (layout_of(layout).value_shape(held), layout_of(layout).scale_shape(held)):
+            stacks.append(Stack(layout, At(number), At(number + 1), stored, experts))
+            for shape in (layout_of(layout).value_shape(stored), layout_of(layout).scale_shape(stored)):
                 buffers.append(torch.empty((experts, *shape), dtype=torch.uint8, device="cuda"))
         return stacks, buffers
 
@@ -196,14 +196,17 @@ def jobs(inner: int, hidden: int, gib: float) -> list[Job]:
             b.random_()
         boxes = [
             DigestMove(
-                HeldBox(s, (0, 0, 0), (s.count, s.held.rows, s.held.cols)), (s.count, s.held.rows, s.held.cols), (0, 0, 0), i
+                StoredBox(s, (0, 0, 0), (s.count, s.stored.rows, s.stored.cols)),
+                (s.count, s.stored.rows, s.stored.cols),
+                (0, 0, 0),
+                i,
             )
             for i, s in enumerate(stacks)
         ]
-        held = sum(s.count * s.value_bytes for s in stacks)
+        stored = sum(s.count * s.value_bytes for s in stacks)
         return [
             Job("digest bf16", "digest_tiles", whole, [x], 2 * count),
-            Job("digest trtllm_moe", "digest_tiles", boxes, buffers, held),
+            Job("digest trtllm_moe", "digest_tiles", boxes, buffers, stored),
         ]
 
     loop = EngineLoop(x, at, inner, hidden, experts)
@@ -263,7 +266,7 @@ def _quantize_torch(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _row_index(rows: int, gated: bool) -> torch.Tensor:
     from vllm_refit_ext.core.layouts import shuffled_row
 
-    where = shuffled_row(Held(rows, 32, gated), np.arange(rows))
+    where = shuffled_row(Stored(rows, 32, gated), np.arange(rows))
     return torch.from_numpy(np.argsort(where)).cuda()
 
 

@@ -36,7 +36,7 @@ EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.")
 LAYER = re.compile(r"layers\.(\d+)\.")
 
 
-def held_whole(manifest: Manifest, holders: dict[str, list[int]]) -> Placements:
+def stored_whole(manifest: Manifest, holders: dict[str, list[int]]) -> Placements:
     """A table in which every tensor lies whole in a buffer of each of its holders."""
     names = list(manifest.tensors)
     depth = max(len(t.shape) for t in manifest.tensors.values())
@@ -85,8 +85,8 @@ def plan_at(model: str, trainer: tuple[int, int, int], engine: tuple[int, int, i
     config, entries = MODELS[model]()
     manifest = Manifest({n: TensorSpec(s, d) for n, (s, d) in entries.items()})
     layers = config["num_hidden_layers"]
-    sources = held_whole(manifest, holders(manifest, *trainer, layers))
-    targets = held_whole(manifest, holders(manifest, *engine, layers))
+    sources = stored_whole(manifest, holders(manifest, *trainer, layers))
+    targets = stored_whole(manifest, holders(manifest, *engine, layers))
     begin = time.perf_counter()
     plan: Plan = build_plan(manifest, sources, targets)
     seconds = time.perf_counter() - begin

@@ -29,11 +29,11 @@ from megatron_sender.prequantize import Prequantised
 
 from benchmarks.shards import QWEN3_30B, Shards
 from vllm_refit_ext.core.coded import Coding
-from vllm_refit_ext.core.layouts import Held, layout_of
+from vllm_refit_ext.core.layouts import Stored, layout_of
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.engine.held import HeldParam
+from vllm_refit_ext.engine.stored import StoredParam
 from vllm_refit_ext.kernels.table import Table
 from vllm_refit_ext.receiver.kernel_moves import kernel_moves, number_buffers
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
@@ -56,16 +56,16 @@ def routes_of(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], tp: in
     return engine_routes(config, {name: (spec.shape, "bfloat16") for name, spec in specs.items()}, tp=tp)
 
 
-def marlin(buffer: Buffer) -> HeldParam:
+def marlin(buffer: Buffer) -> StoredParam:
     """A parameter as Marlin holds it, without storage."""
     *lead, n, k = buffer.shape
-    held = Held(n, k)
-    shapes = layout_of("marlin").value_shape(held), layout_of("marlin").scale_shape(held)
+    stored = Stored(n, k)
+    shapes = layout_of("marlin").value_shape(stored), layout_of("marlin").scale_shape(stored)
     values, scales = (torch.empty((*lead, *shape), dtype=torch.uint8, device="meta") for shape in shapes)
-    return HeldParam(Coding("marlin", "floor"), buffer.shape, held, values, [scales])
+    return StoredParam(Coding("marlin", "floor"), buffer.shape, stored, values, [scales])
 
 
-def held_params(buffers: list[Buffer]) -> dict[str, HeldParam]:
+def stored_params(buffers: list[Buffer]) -> dict[str, StoredParam]:
     """The parameters that an MXFP8 engine holds as codes and scales."""
     return {b.name: marlin(b) for b in buffers if len(b.shape) > 1 and not any(part in b.name for part in PLAIN_PARTS)}
 
@@ -85,9 +85,9 @@ def steps_of(layers: int, tp: int, prequantised: bool) -> dict[str, float]:
     specs, placements = shards.specs, shards.placements
     with part("routes"):
         routes = routes_of(config, specs, tp)
-    held = held_params(routes.placements.buffers)
+    stored = stored_params(routes.placements.buffers)
     if prequantised:
-        coded = np.array([b.name in held for b in routes.placements.buffers], bool)
+        coded = np.array([b.name in stored for b in routes.placements.buffers], bool)
         names = {routes.placements.names[t] for t in np.unique(routes.placements.tensor[coded[routes.placements.buffer]])}
         with part("what the trainer quantises"):
             offer = Prequantised(specs, placements, shards.tensors, names)
@@ -95,32 +95,32 @@ def steps_of(layers: int, tp: int, prequantised: bool) -> dict[str, float]:
     manifest = Manifest(specs)
     partners = {name: spec.scale for name, spec in specs.items() if spec.format == "mxfp8"}
     with part("targets"):
-        targets = place(Recording(routes, partners, frozenset(), "bfloat16"), {}, held, manifest, 0)
+        targets = place(Recording(routes, partners, frozenset(), "bfloat16"), {}, stored, manifest, 0)
     with part("plan"):
         plan = build_plan(manifest, placements, targets)
     with part("moves of kernels"):
-        made = kernel_moves(plan, held)
+        made = kernel_moves(plan, stored)
     params = {
         b.name: torch.empty(b.shape, dtype=getattr(torch, b.dtype), device="meta") for b in targets.buffers if b.layout == "plain"
     }
     with part("writer"):
-        writer = KernelWriter(plan, params, held, torch.device("cpu"), made)
+        writer = KernelWriter(plan, params, stored, torch.device("cpu"), made)
     with part("table"):
         table = Table(writer._moves, "cpu", backend="triton")
-    buffers: list[Any] = [256 * (1 + i) << 30 for i in range(table_buffers(plan, held))]
+    buffers: list[Any] = [256 * (1 + i) << 30 for i in range(table_buffers(plan, stored))]
     with part("bind"):
         table.bind(buffers)
     with part("rounds"):
         rounds = RingRounds(plan, BUCKET_BYTES, torch.device("cpu"), {})
     with part("writers of rounds"):
         for step in rounds.steps:
-            Table(KernelWriter(step, params, held, torch.device("cpu"))._moves, "cpu", backend="triton")
+            Table(KernelWriter(step, params, stored, torch.device("cpu"))._moves, "cpu", backend="triton")
     return {"layers": layers, "moves": len(plan), "steps": len(rounds.steps), **seconds}
 
 
-def table_buffers(plan: Plan, held: Mapping[str, HeldParam]) -> int:
+def table_buffers(plan: Plan, stored: Mapping[str, StoredParam]) -> int:
     """Buffers that a table of the plan is bound to."""
-    numbers = number_buffers(plan, held)
+    numbers = number_buffers(plan, stored)
     return len(plan.sources) + len(numbers.plain) + len(numbers.values) + sum(map(len, numbers.scales.values()))
 
 

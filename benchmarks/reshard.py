@@ -34,11 +34,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from vllm_refit_ext.core.digest import row_strides
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
 from vllm_refit_ext.wires.boxes import Memory, as_bytes, source_view, target_view
@@ -94,16 +94,16 @@ def tables(o: argparse.Namespace) -> tuple[Manifest, Placements, list[Placements
     return manifest, sources, targets
 
 
-def sites(o: argparse.Namespace) -> dict[str, Sites]:
+def hosts(o: argparse.Namespace) -> dict[str, Hosts]:
     """Where the ranks are, for each way that uses wire `collective`."""
-    alone = Sites(["trainers"] * o.trainers, [f"host {e}" for e in range(o.engines)])
-    shared = Sites(["trainers"] * o.trainers, [f"host {e * o.hosts // o.engines}" for e in range(o.engines)])
+    alone = Hosts(["trainers"] * o.trainers, [f"host {e}" for e in range(o.engines)])
+    shared = Hosts(["trainers"] * o.trainers, [f"host {e * o.hosts // o.engines}" for e in range(o.engines)])
     return {"shard": alone} | ({"hosts": shared} if o.hosts else {})
 
 
 def ways(o: argparse.Namespace) -> list[str]:
     """What is measured, in this order."""
-    return [*sites(o), "broadcast", "link"]
+    return [*hosts(o), "broadcast", "link"]
 
 
 def content(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -132,16 +132,16 @@ class Rank:
             self.tensors = [content(b.name, b.shape, self.device) for b in mine]
             self.held = dict(zip([b.name for b in mine], self.tensors, strict=True))
             self.senders = {
-                way: collective.open_sender(rank, collective.shares(self.plan, at, o.bucket)[rank], self.tensors)
-                for way, at in sites(o).items()
+                way: collective.open_sender(rank, collective.send_tables(self.plan, at, o.bucket)[rank], self.tensors)
+                for way, at in hosts(o).items()
             }
         else:
             self.plan = build_plan(self.manifest, sources, targets[rank - o.trainers])
             self.params = {b.name: torch.zeros(b.shape, dtype=torch.bfloat16, device=self.device) for b in self.plan.targets}
-            self.kept: dict[str, dict[str, Any]] = {way: {} for way in sites(o)}
+            self.kept: dict[str, dict[str, Any]] = {way: {} for way in hosts(o)}
             self.writers: dict[Plan, Any] = {}
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """All ranks are here."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -161,11 +161,11 @@ class Rank:
         """One refit over wire `collective`; payload bytes that this rank received, and that it sent."""
         if self.is_trainer:
             self.board.set(f"{name}/{self.rank}", self.senders[way].begin(self.tensors))
-        told = collective.info([self.board.get(f"{name}/{r}") for r in range(self.o.trainers)])
+        info = collective.info([self.board.get(f"{name}/{r}") for r in range(self.o.trainers)])
         end = time.monotonic() + DEADLINE_S
         if self.is_trainer:
-            return 0, sum(self.senders[way].transfer(name, told, end).values())
-        update = UpdateInfo(wire="collective", version=name, session=name, collective=told, deadline_s=DEADLINE_S)
+            return 0, sum(self.senders[way].transfer(name, info, end).values())
+        update = UpdateInfo(wire="collective", version=name, session=name, collective=info, deadline_s=DEADLINE_S)
         reader = collective.open_reader(update, self.plan, self.kept[way])
         reader.start(end)
         for step in reader.steps:
@@ -244,15 +244,15 @@ class Rank:
         """The link alone: `LINK_BUCKETS` buckets from trainer rank 0 to engine rank 0, two in flight; bytes that this rank
         received.
         """
-        tickets: list[Any] = []
+        works: list[Any] = []
         if self.rank not in (0, self.o.trainers):
             return 0, 0
         for i in range(LINK_BUCKETS):
             op = P2POp(self.o.trainers if self.is_trainer else 0, i, self.ring[i % 2])
-            tickets.append(self.gather.post([op], []) if self.is_trainer else self.gather.post([], [op]))
+            works.append(self.gather.post([op], []) if self.is_trainer else self.gather.post([], [op]))
             if i:
-                tickets[i - 1].wait(time.monotonic() + DEADLINE_S)
-        tickets[-1].wait(time.monotonic() + DEADLINE_S)
+                works[i - 1].wait(time.monotonic() + DEADLINE_S)
+        works[-1].wait(time.monotonic() + DEADLINE_S)
         return (0 if self.is_trainer else LINK_BUCKETS * self.o.bucket), 0
 
     def check(self) -> None:
@@ -288,17 +288,17 @@ def run(o: argparse.Namespace, rank: int, port: int, out: Any) -> None:
         work = getattr(me, way)
         seconds = []
         for i in range(o.repeat + 1):
-            me.meet(f"{way}-{i}")
+            me.barrier(f"{way}-{i}")
             begin = time.perf_counter()
             received, sent = work(f"{way}{i}")
             if me.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
-            me.meet(f"{way}-{i}-done")
+            me.barrier(f"{way}-{i}-done")
             if i == 0 and way != "link":
                 me.check()
         result[way] = {"seconds": seconds[1:], "received": received, "sent": sent}
-    me.meet("end")
+    me.barrier("end")
     out.put(result)
 
 
@@ -370,13 +370,13 @@ def main() -> int:
             "bytes": received,
             "gb_per_s": received / median / 1e9,
         }
-        told = ""
-        if way in sites(o):
+        sent_text = ""
+        if way in hosts(o):
             summary[way]["sent"] = sent
-            told = f", {sent / 1e6:.1f} MB sent by trainer ranks"
+            sent_text = f", {sent / 1e6:.1f} MB sent by trainer ranks"
         print(
             f"{way:>9}: {median * 1e3:9.2f} ms (from {min(slowest) * 1e3:.2f} to {max(slowest) * 1e3:.2f}), "
-            f"{received / 1e6:9.1f} MB, {received / median / 1e9:.2f} GB/s{told}"
+            f"{received / 1e6:9.1f} MB, {received / median / 1e9:.2f} GB/s{sent_text}"
         )
     print(json.dumps(summary))
     return 0

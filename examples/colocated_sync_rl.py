@@ -64,7 +64,7 @@ class Settings:
     out: folder for the plot, the record and the model.
     device: `cuda` puts trainer and engine on one GPU, with one trainer rank, since two NCCL ranks can't share a GPU.
     mxfp8: the engine holds its matrices as MXFP8; needs `--device cuda`, or an extension that lets a CPU multiply them.
-    prequantize: the trainer quantises its own shards, and MXFP8 travels; with `--mxfp8`.
+    prequantize: the trainer quantises its own shards, and MXFP8 is sent; with `--mxfp8`.
     residency: the trainer's gradients and optimizer state leave its device before a refit, and its parameters after it, until the
         next step trains.
     extension: the engine's worker extension.
@@ -97,7 +97,7 @@ class Settings:
 
 @dataclass
 class Step:
-    """One row of the table. `bytes`: what travelled. `refit_s`: from the call until every engine rank served the version."""
+    """One row of the table. `bytes`: what was sent. `refit_s`: from the call until every engine rank served the version."""
 
     step: int
     reward: float

@@ -4,7 +4,7 @@ flight.
     python examples/disaggregated_async.py            # on a CPU, some minutes
 
 The engine is a `vllm serve` process; the trainer is two Megatron ranks in a process group of their own. They share no group and
-no memory: weights travel shard to shard over wire `collective`. While the trainer takes a step on one batch, the engine samples
+no memory: weights go shard to shard over wire `collective`. While the trainer takes a step on one batch, the engine samples
 the next one, and the refit arrives while its requests run. What that means:
 
 - Tokens sampled before the commit come from the old weights, tokens after it from the new ones. The commit falls between two
@@ -202,8 +202,8 @@ def main(settings: Settings | None = None) -> int:
     steps = [Step(**step) for step in found]
     seconds = time.perf_counter() - begin
     flights = sum(s.in_flight for s in steps)
-    told = f"{flights} of {len(steps)} refits arrived while requests ran; record"
-    return conclude(settings.out, asdict(settings), found, verdict(steps), seconds, told)
+    summary = f"{flights} of {len(steps)} refits arrived while requests ran; record"
+    return conclude(settings.out, asdict(settings), found, verdict(steps), seconds, summary)
 
 
 app = cyclopts.App(help=(__doc__ or "").partition("\n")[0])

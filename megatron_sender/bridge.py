@@ -34,8 +34,8 @@ HARMLESS_EXPORT_STEPS = frozenset(
 
 
 @dataclass(frozen=True)
-class Held:
-    """A tensor of a model chunk that travels.
+class ModelTensor:
+    """A tensor of a model chunk that is sent.
 
     `name` is Megatron's global name (true layer and expert numbers), `module` and `attribute` say where it lives now, `mapping`
     is the bridge's with resolved names, `config` that of the module.
@@ -125,9 +125,9 @@ class BridgeView:
         if problems:
             raise ConfigError.of(problems)
 
-    def held(self) -> tuple[list[Held], list[Problem]]:
-        """Every parameter and persistent buffer of the chunks that travels, and the problems with the others."""
-        held: list[Held] = []
+    def items(self) -> tuple[list[ModelTensor], list[Problem]]:
+        """Every parameter and persistent buffer of the chunks that is sent, and the problems with the others."""
+        items: list[ModelTensor] = []
         problems: list[Problem] = []
         for chunk, model in enumerate(self.chunks):
             for local in _names(model):
@@ -145,15 +145,17 @@ class BridgeView:
                 if problem is not None:
                     problems.append(problem)
                     continue
-                held.append(Held(chunk, name, module, attribute, mapping, getattr(module, "config", None) or model.config))
-        return held, problems
+                items.append(
+                    ModelTensor(chunk, name, module, attribute, mapping, getattr(module, "config", None) or model.config)
+                )
+        return items, problems
 
-    def aliases(self, held: list[Held]) -> dict[str, str]:
-        """Names of tied tensors -> the name that travels. Empty when the model ties nothing."""
+    def aliases(self, items: list[ModelTensor]) -> dict[str, str]:
+        """Names of tied tensors -> the name that is sent. Empty when the model ties nothing."""
         if not self.tied:
             return {}
         out: dict[str, str] = {}
-        prefixes = {h.name.removesuffix(end) for h in held for end in (EMBEDDING, OUTPUT) if h.name.endswith(end)} | {""}
+        prefixes = {h.name.removesuffix(end) for h in items for end in (EMBEDDING, OUTPUT) if h.name.endswith(end)} | {""}
         for prefix in sorted(prefixes):
             embedding, output = (self._registry.megatron_to_hf_lookup(prefix + end) for end in (EMBEDDING, OUTPUT))
             if embedding is not None and output is not None and embedding.hf_param != output.hf_param:

@@ -174,7 +174,7 @@ class Refit(Part, frozen=True, kw_only=True):
         Meta(ge=4096, le=1 << 40, description="Most payload of one message of a wire that stages; each holds two such buffers."),
     ] = 512 << 20
     prequantize: Annotated[
-        bool, Meta(description="The sender quantises its shards, so MXFP8 travels. Off: BF16 travels, the writer quantises.")
+        bool, Meta(description="The sender quantises its shards, so MXFP8 is sent. Off: BF16 is sent, the writer quantises.")
     ] = False
     running_requests: Annotated[
         Literal["wait", "abort", "keep"],

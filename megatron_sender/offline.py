@@ -19,9 +19,9 @@ import torch
 
 from megatron_sender import local_spec
 from megatron_sender.config import Parallelism, Recipe
-from megatron_sender.ground import stand_in_for_transformer_engine, without_cuda
 from megatron_sender.local_hybrid import hybrid_modules, hybrid_spec
 from megatron_sender.source import SourceMap, source_map
+from megatron_sender.without_cuda import stand_in_for_transformer_engine, without_cuda
 from vllm_refit_ext.core.errors import ConfigError, Problem
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Placements, concatenate
@@ -121,7 +121,7 @@ def _megatron(local: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ground(local: bool) -> Iterator[None]:
+def _building(local: bool) -> Iterator[None]:
     """What modules are built on. It is left before they are looked at: it sees every call of torch."""
     with contextlib.ExitStack() as stack:
         if local:
@@ -172,7 +172,7 @@ def _build(recipe: Recipe, local: bool) -> tuple[Any, list[Any]]:
     for name, value in settings.items():
         setattr(provider, name, value)
     try:
-        with _ground(local), LargeOnMeta(LARGE, placed=True):
+        with _building(local), LargeOnMeta(LARGE, placed=True):
             provider.finalize()
             provider.initialize_model_parallel(seed=1)
             provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()

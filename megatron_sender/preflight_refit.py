@@ -11,7 +11,7 @@ from vllm_refit_ext.core.errors import Problem
 
 BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0}
 MXFP8_BYTES = 1 + 1 / 32
-"""Bytes of an MXFP8 element with its share of the scale."""
+"""Bytes of an MXFP8 element with its part of the scale."""
 
 
 STAGING_BUFFERS = 2

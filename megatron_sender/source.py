@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_sender.bridge import VOCABULARY, BridgeView, Held, known_missing
+from megatron_sender.bridge import VOCABULARY, BridgeView, ModelTensor, known_missing
 from megatron_sender.source_cuts import cuts_of, is_one_piece
 from megatron_sender.source_part import Cut, Part, shard_axis
 from vllm_refit_ext.core.dtypes import ITEMSIZE, dtype_name
@@ -36,7 +36,7 @@ class SourceMap:
     Attributes
     ----------
     manifest: Hugging Face name -> (global shape, dtype name), of every tensor that this rank holds a part of, in the model's
-        order. aliases: tied name -> the name that travels; the same on every rank. placements: one row a box, one Buffer a
+        order. aliases: tied name -> the name that is sent; the same on every rank. placements: one row a box, one Buffer a
         Megatron tensor, in the order of `tensors`. tensors: the live local tensors; optimizer steps change them in place.
     checkpoint_names: every name the checkpoint has, or None when the bridge was made from a configuration alone.
     addresses: of `tensors`, as the last `refresh` found them.
@@ -47,18 +47,18 @@ class SourceMap:
     placements: Placements
     tensors: list[torch.Tensor]
     checkpoint_names: frozenset[str] | None
-    _held: list[Held]
+    _items: list[ModelTensor]
     _chunks: list[Any]
     addresses: list[int]
 
     def __repr__(self) -> str:
-        held = sum(buffer.nbytes for buffer in self.placements.buffers)
+        total = sum(buffer.nbytes for buffer in self.placements.buffers)
         boxes, buffers = len(self.placements), len(self.tensors)
-        return f"SourceMap({len(self.manifest)} tensors in {boxes} boxes of {buffers} buffers, {held} bytes)"
+        return f"SourceMap({len(self.manifest)} tensors in {boxes} boxes of {buffers} buffers, {total} bytes)"
 
     def check_live(self) -> None:
         """Raise WireError, naming every tensor that lies elsewhere, is empty, or changed its strides, shape or dtype since."""
-        now = [held.tensor.data for held in self._held]
+        now = [item.tensor.data for item in self._items]
         problems = misfits(now, self.placements.buffers)
         do = "Call refresh() and open the wire anew."
         problems += [
@@ -85,7 +85,7 @@ class SourceMap:
             now = [place[name] for place, name in self._places]
         except KeyError:  # it is no parameter any more, or no buffer
             del self._places
-            now = [held.tensor for held in self._held]
+            now = [item.tensor for item in self._items]
         found = self._look(now)
         if found == self.addresses:
             return []
@@ -105,7 +105,7 @@ class SourceMap:
     @functools.cached_property
     def _places(self) -> list[tuple[dict[str, Any], str]]:
         """Torch's own table and the name in it of every tensor: reading it costs a tenth of asking the module."""
-        tables = [(held.module._parameters, held.module._buffers, held.attribute) for held in self._held]
+        tables = [(item.module._parameters, item.module._buffers, item.attribute) for item in self._items]
         return [(parameters if name in parameters else buffers, name) for parameters, buffers, name in tables]
 
     def settle(self) -> None:
@@ -135,11 +135,11 @@ def source_map(model_chunks: Sequence[torch.nn.Module] | torch.nn.Module, bridge
     if rank is None:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     view = BridgeView(bridge, chunks)
-    held, problems = view.held()
+    items, problems = view.items()
     manifest: Manifest = {}
-    cuts: list[tuple[Held, list[Cut]]] = []
+    cuts: list[tuple[ModelTensor, list[Cut]]] = []
     with known_missing("modelopt"):
-        for item in held:
+        for item in items:
             found = _problems_of(item)
             if not found:
                 try:
@@ -156,17 +156,17 @@ def source_map(model_chunks: Sequence[torch.nn.Module] | torch.nn.Module, bridge
     tensors = [item.tensor.detach() for item, _ in cuts]
     return SourceMap(
         manifest=manifest,
-        aliases=view.aliases(held),
+        aliases=view.aliases(items),
         placements=Placements.from_rows(buffers, rows, list(manifest)),
         tensors=tensors,
         checkpoint_names=view.checkpoint.names,
-        _held=[item for item, _ in cuts],
+        _items=[item for item, _ in cuts],
         _chunks=chunks,
         addresses=[tensor.data_ptr() for tensor in tensors],
     )
 
 
-def _table(cuts: list[tuple[Held, list[Cut]]], rank: int) -> tuple[list[Buffer], list[Placement]]:
+def _table(cuts: list[tuple[ModelTensor, list[Cut]]], rank: int) -> tuple[list[Buffer], list[Placement]]:
     buffers: list[Buffer] = []
     rows: list[Placement] = []
     for item, boxes in cuts:
@@ -180,9 +180,9 @@ def _table(cuts: list[tuple[Held, list[Cut]]], rank: int) -> tuple[list[Buffer],
     return buffers, rows
 
 
-def _check_doubles(cuts: list[tuple[Held, list[Cut]]]) -> list[Problem]:
+def _check_doubles(cuts: list[tuple[ModelTensor, list[Cut]]]) -> list[Problem]:
     """Two tensors of one rank may hold the same box only where Megatron keeps both equal: embeddings held once more."""
-    first: dict[tuple[str, tuple[int, ...]], Held] = {}
+    first: dict[tuple[str, tuple[int, ...]], ModelTensor] = {}
     problems = []
     for item, boxes in cuts:
         for box in boxes:
@@ -193,7 +193,7 @@ def _check_doubles(cuts: list[tuple[Held, list[Cut]]]) -> list[Problem]:
     return problems
 
 
-def _part(item: Held, view: BridgeView) -> Part:
+def _part(item: ModelTensor, view: BridgeView) -> Part:
     vocabulary = None
     if item.name.endswith(VOCABULARY):
         known = view.checkpoint.shape(str(item.mapping.hf_param))
@@ -210,7 +210,7 @@ def _part(item: Held, view: BridgeView) -> Part:
     )
 
 
-def _problems_of(item: Held) -> list[Problem]:
+def _problems_of(item: ModelTensor) -> list[Problem]:
     """What the tensor itself says against being read as it lies."""
     keep_float32 = getattr(item.module, "_maintain_float32_expert_bias", None)
     if keep_float32 is not None and item.attribute == "expert_bias":
@@ -232,7 +232,7 @@ def _problems_of(item: Held) -> list[Problem]:
     return []
 
 
-def _check_cuts(item: Held, cuts: list[Cut], part: Part, view: BridgeView, manifest: Manifest) -> list[Problem]:
+def _check_cuts(item: ModelTensor, cuts: list[Cut], part: Part, view: BridgeView, manifest: Manifest) -> list[Problem]:
     """Hold the cuts against the checkpoint, against what other tensors said, and against the tensor's own attributes."""
     problems = []
     names = view.checkpoint.names
@@ -252,7 +252,7 @@ def _check_cuts(item: Held, cuts: list[Cut], part: Part, view: BridgeView, manif
     return problems + _check_sharding(item, part)
 
 
-def _check_sharding(item: Held, part: Part) -> list[Problem]:
+def _check_sharding(item: ModelTensor, part: Part) -> list[Problem]:
     """Megatron marks tensors that it splits. A mark that the mapping doesn't know would mean a wrong cut."""
     tensor = item.tensor
     problems = []
@@ -268,6 +268,6 @@ def _check_sharding(item: Held, part: Part) -> list[Problem]:
         got, wanted = ("replicated" if d is None else f"split along dimension {d}" for d in (axis, marked))
         problems.append(Problem(f"its mapping {mapping} and Megatron's own mark disagree", item.label, got, wanted))
     elif getattr(tensor, "partition_stride", 1) > 1 and is_one_piece(part):
-        what = f"each rank holds its share of several sections, but its mapping {mapping} joins the shards end to end"
+        what = f"each rank holds its part of several sections, but its mapping {mapping} joins the shards end to end"
         problems.append(Problem(what, item.label, do="Map it with a gated mapping of the bridge."))
     return problems

@@ -125,7 +125,7 @@ def _joined(runs: Iterator[Run] | Sequence[Run]) -> Iterator[Run]:
 
 
 def window(part: Part, packed: Sequence[tuple[str, int, int]]) -> Iterator[Run]:
-    """Runs of this rank's equal share of a packed tensor, whose sections (name, first row, rows) follow each other.
+    """Runs of this rank's equal part of a packed tensor, whose sections (name, first row, rows) follow each other.
 
     Sections may be cut anywhere: with fewer KV heads than ranks, a rank holds a part of a query group.
     """
@@ -147,7 +147,7 @@ def window(part: Part, packed: Sequence[tuple[str, int, int]]) -> Iterator[Run]:
 
 
 def section_cuts(part: Part, local: Sequence[tuple[str, int]]) -> list[Cut]:
-    """Local sections (name, rows) that follow each other; each is one rank's equal share of a section of its tensor."""
+    """Local sections (name, rows) that follow each other; each is one rank's equal part of a section of its tensor."""
     sizes: dict[str, int] = {}
     runs: list[Run] = []
     at = 0

@@ -300,17 +300,17 @@ class FunctionClient(EngineClient):
 def raise_problems(
     replies: Sequence[PrepareReply] | Sequence[TakeReply] | Sequence[VerifyReply], kind: type[RefitError] = PlanError
 ) -> None:
-    """Raise one error with the problems of all ranks; a problem that several ranks have is told once, with their numbers."""
+    """Raise one error with the problems of all ranks; a problem that several ranks have is listed once, with their numbers."""
     ranks: dict[Problem, list[int]] = {}
     for reply in replies:
         for problem in reply.problems:
             ranks.setdefault(problem, []).append(reply.rank)
     if ranks:
-        told = []
+        listed = []
         for p, who in ranks.items():
             label = f"engine rank {', '.join(map(str, who))}"
-            told.append(Problem(p.what, f"{label} · {p.where}" if p.where else label, p.got, p.wanted, p.do))
-        raise kind.of(told, f"the engine can't take part: {len(told)} problem(s)")
+            listed.append(Problem(p.what, f"{label} · {p.where}" if p.where else label, p.got, p.wanted, p.do))
+        raise kind.of(listed, f"the engine can't take part: {len(listed)} problem(s)")
 
 
 def start(work: Callable[[], T], where: str) -> concurrent.futures.Future[T]:

@@ -1,7 +1,7 @@
-"""The `vllm.general_plugins` entry point: registers the backend `refit` and installs the engine's and the front's half of the
-guard.
+"""The `vllm.general_plugins` entry point: registers the backend `refit` and installs the hooks of the
+engine process and of the front end.
 
-vLLM runs it in every process it starts: fronts, engine processes, workers, and the short-lived one that inspects models. So
+vLLM runs it in every process it starts: front ends, engine processes, workers, and the short-lived one that inspects models. So
 it imports nothing heavy: each half is installed when vLLM itself imports the module that it belongs to, or at once where that
 has happened.
 
@@ -36,7 +36,7 @@ def _guard_engine(module: Any) -> None:
     core_hook.wrap(module)
 
 
-def _guard_front(module: Any) -> None:
+def _guard_frontend(module: Any) -> None:
     from vllm_refit_ext.engine import frontend
 
     frontend.wrap(module)
@@ -51,7 +51,7 @@ def _reach_replicas(module: Any) -> None:
 HOOKS: dict[str, Callable[[Any], None]] = {
     "vllm.distributed.weight_transfer.factory": _register_backend,
     "vllm.v1.engine.core": _guard_engine,
-    "vllm.v1.engine.output_processor": _guard_front,
+    "vllm.v1.engine.output_processor": _guard_frontend,
     "vllm.v1.engine.core_client": _reach_replicas,
 }
 

@@ -269,7 +269,7 @@ def _be_rank(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
         payload: tuple[bool, Any] = (True, _load(job["function"])(*job["args"]))
         blob = pickle.dumps(payload)
         status = 0
-    except BaseException:  # noqa: BLE001 - the traceback travels to the caller, whatever it is
+    except BaseException:  # noqa: BLE001 - the traceback goes to the caller, whatever it is
         blob = pickle.dumps((False, traceback.format_exc()))
     (folder / f"{rank}.part").write_bytes(blob)
     (folder / f"{rank}.part").rename(folder / str(rank))

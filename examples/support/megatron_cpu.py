@@ -2,7 +2,7 @@
 
 Call `install()` before anything of `megatron` is imported. With CUDA and Transformer Engine present it does nothing; with CUDA
 alone only the stand-in for Transformer Engine is active. On a CPU the model code runs unchanged on gloo, on the ground that
-`megatron_sender.ground` gives it; the allowances here are those that training needs beside it.
+`megatron_sender.without_cuda` gives it; the allowances here are those that training needs beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_sender.ground import stand_in_for_transformer_engine, without_cuda
+from megatron_sender.without_cuda import stand_in_for_transformer_engine, without_cuda
 
 _for_good: ExitStack | None = None
 """Entered and never left: a ground that goes when the caller returns would help nobody."""

@@ -11,13 +11,18 @@ from rich.console import Console
 
 
 def conclude(
-    out: Path, settings: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], problems: Sequence[str], seconds: float, told: str
+    out: Path,
+    settings: Mapping[str, Any],
+    steps: Sequence[Mapping[str, Any]],
+    problems: Sequence[str],
+    seconds: float,
+    summary: str,
 ) -> int:
-    """Write `out`/record.json and print `told` and the problems. Returns the exit status: 1 when there are any."""
+    """Write `out`/record.json and print `summary` and the problems. Returns the exit status: 1 when there are any."""
     record = {"settings": {**settings, "out": str(out)}, "seconds": seconds, "problems": problems, "steps": steps}
     (out / "record.json").write_text(json.dumps(record, indent=1))
     console = Console(width=110)
-    console.print(f"{seconds:.0f} s in all; {told} in {out}")
+    console.print(f"{seconds:.0f} s in all; {summary} in {out}")
     for problem in problems:
         console.print(f"FAILED: {problem}")
     return 1 if problems else 0

@@ -1,4 +1,4 @@
-"""Trainers and plans without a GPU: what is told for a rank is what that rank would hold, and shipped recipes plan at full
+"""Trainers and plans without a GPU: what is reported for a rank is what that rank would hold, and shipped recipes plan at full
 size.
 """
 
@@ -72,7 +72,7 @@ def offered(config: dict[str, Any], world: int, dtype: str, geometry: dict[str, 
     return trainer_placements(recipe)
 
 
-def told(folder: str, world: int, dtype: str, geometry: dict[str, Any]) -> list[tuple[Any, ...]]:
+def report(folder: str, world: int, dtype: str, geometry: dict[str, Any]) -> list[tuple[Any, ...]]:
     """The rows that the offline trainer gives for all ranks."""
     config = json.loads((Path(folder) / "config.json").read_text())
     return rows(offered(config, world, dtype, geometry).sources)
@@ -127,21 +127,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_a_rank_is_told_what_it_would_hold(folder: Path, name: str) -> None:
+def test_a_rank_is_reported_what_it_would_hold(folder: Path, name: str) -> None:
     from vllm_refit_ext.core.placement import concatenate
     from vllm_refit_ext.core.table import PackedPlacements, unpack_placements
 
     world, dtype, geometry = GEOMETRIES[name]
     live = run_ranks(held, world, str(folder), dtype, geometry, timeout=240)
     tables = [unpack_placements(msgspec.msgpack.decode(raw, type=PackedPlacements)) for raw in live]
-    offline = run_ranks(told, 1, str(folder), world, dtype, geometry, timeout=240, init_process_group=False)[0]
+    offline = run_ranks(report, 1, str(folder), world, dtype, geometry, timeout=240, init_process_group=False)[0]
     assert offline == rows(concatenate(tables))
 
 
-def test_context_parallel_ranks_are_told_the_same_as_replicas(folder: Path) -> None:
+def test_context_parallel_ranks_are_reported_the_same_as_replicas(folder: Path) -> None:
     """Megatron builds its own attention for one context parallel rank alone; the ranks' numbers must come out right anyway."""
     one, other = (
-        run_ranks(told, 1, str(folder), 4, "float32", geometry, timeout=240, init_process_group=False)[0]
+        run_ranks(report, 1, str(folder), 4, "float32", geometry, timeout=240, init_process_group=False)[0]
         for geometry in ({"tp": 2, "cp": 2}, {"tp": 2})
     )
     assert one == other

@@ -20,7 +20,7 @@ from tests.support.engines import open_llm
 
 pytestmark = pytest.mark.engine
 
-SITED = "tests.support.collective_jobs.SiteExtension"
+WITH_HOST = "tests.support.collective_jobs.HostExtension"
 MODEL = share_bytes(1, False)
 """Bytes of the whole model, by hand from its sizes."""
 
@@ -39,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def pair(folders: tuple[Path, Path]) -> Iterator[tuple[list[tuple[Any, str]], list[dict[str, Any]]]]:
     """Two engines of one rank, in processes of their own, and what the first answers, fresh from the trainer's checkpoint."""
-    one, other = open_llm(folders[1], extension=SITED), open_llm(folders[0], extension=SITED)
+    one, other = open_llm(folders[1], extension=WITH_HOST), open_llm(folders[0], extension=WITH_HOST)
     with one as first, bridge(first) as a:
         answers = plain(one_by_one(first))
         with other as second, bridge(second) as b:
@@ -56,10 +56,10 @@ def wanted(pair: Any) -> list[dict[str, Any]]:
     return pair[1]  # type: ignore[no-any-return]
 
 
-def put(engines: list[tuple[Any, str]], *sites: str) -> list[str]:
+def put(engines: list[tuple[Any, str]], *hosts: str) -> list[str]:
     """Engines on these hosts; their URLs."""
-    for (llm, _), site in zip(engines, sites, strict=True):
-        llm.collective_rpc("refit_move_to", args=(site,))
+    for (llm, _), host in zip(engines, hosts, strict=True):
+        llm.collective_rpc("refit_move_to", args=(host,))
     return [url for _, url in engines]
 
 
@@ -98,11 +98,11 @@ def test_two_copies_cross_to_two_hosts(two, folders, wanted) -> None:
 
 @pytest.mark.long
 def test_an_engine_of_two_ranks_gets_its_cuts_from_one_of_one_rank(two, folders, wanted) -> None:
-    with open_llm(folders[0], extension=SITED, ranks=2) as large, bridge(large) as url:
+    with open_llm(folders[0], extension=WITH_HOST, ranks=2) as large, bridge(large) as url:
         engines = [two[0], (large, url)]
         urls = put(engines, "host", "host")
         found = run_ranks(cycle_apart, 4, str(folders[1]), {"tp": 2, "ep": 2}, urls, 60_000, timeout=300)
-    with open_llm(folders[1], extension=SITED, ranks=2) as fresh:
+    with open_llm(folders[1], extension=WITH_HOST, ranks=2) as fresh:
         expected = plain(one_by_one(fresh))
     assert found[0]["repeated"] == [[wanted, expected]] * 2
     assert sum(sent(found)) == MODEL, "the cuts of the larger engine are parts of what the smaller one needs"
@@ -124,7 +124,7 @@ def test_a_rank_that_hands_on_is_stopped_and_goes_on(two, folders, wanted) -> No
 
 @pytest.mark.long
 def test_a_rank_that_hands_on_is_killed_and_the_other_engine_goes_on(two, folders, wanted) -> None:
-    with open_llm(folders[0], extension=SITED) as third, bridge(third) as url:
+    with open_llm(folders[0], extension=WITH_HOST) as third, bridge(third) as url:
         urls = put([two[0], (third, url)], "host", "host")
         pid = third.collective_rpc("refit_pid")[0]
         results = run_ranks(loses_engine, 2, str(folders[1]), {"ep": 2}, urls, 50_000, pid, "trainers", timeout=180)

@@ -58,7 +58,7 @@ def test_quantised_where_it_arrives(engine, folders, fresh, geometry):
 
 
 def test_sent_as_mxfp8(engine, folders, fresh):
-    """Scales travel first and wait for their codes; half the bytes of BF16 travel for what is quantised."""
+    """Scales are sent first and wait for their codes; half the bytes of BF16 are sent for what is quantised."""
     llm, url = engine
     run_ranks(simple, 1, str(folders[0]), {"dtype": "bfloat16"}, [url], BUCKET, "other", timeout=240)
     assert same(live(llm), fresh)

@@ -17,11 +17,11 @@ from examples.disaggregated_async import Step, verdict
 from examples.support.tiny_model import save_model
 from tests.support.engines import SETTINGS, environment, set_environment
 from vllm_refit_ext.client import AsyncLLMClient
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import parse_state_dict_info, whole_tensors
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.placement import concatenate
 from vllm_refit_ext.core.plan import build_plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import unpack_placements
 from vllm_refit_ext.wires import collective
 
@@ -37,20 +37,20 @@ class Trainer:
         self.client, self.tensors = client, load_file(folder / "model.safetensors")
 
     def prepare(self) -> None:
-        told = {name: [list(t.shape), str(t.dtype)] for name, t in self.tensors.items()}
-        replies = self.client.prepare(told)
+        report = {name: [list(t.shape), str(t.dtype)] for name, t in self.tensors.items()}
+        replies = self.client.prepare(report)
         assert [r.problems for r in replies] == [[]] * len(replies)
-        manifest = parse_state_dict_info(told).manifest
+        manifest = parse_state_dict_info(report).manifest
         targets = concatenate([unpack_placements(r.targets) for r in replies if r.targets is not None])
         plan = build_plan(manifest, whole_tensors(manifest), targets)
         tensors = list(self.tensors.values())
-        self.sender = collective.open_sender(0, collective.shares(plan, Sites.single(1, len(replies)))[0], tensors)
-        self.told = collective.info([self.sender.begin(tensors)])
+        self.sender = collective.open_sender(0, collective.send_tables(plan, Hosts.single(1, len(replies)))[0], tensors)
+        self.report = collective.info([self.sender.begin(tensors)])
 
     def refit(self, version: str, caches: str) -> None:
-        info = UpdateInfo(wire="collective", version=version, session=version, collective=self.told, caches=caches)  # type: ignore[arg-type]
+        info = UpdateInfo(wire="collective", version=version, session=version, collective=self.report, caches=caches)  # type: ignore[arg-type]
         end = time.monotonic() + 120
-        thread = threading.Thread(target=self.sender.transfer, args=(version, self.told, end), daemon=True)
+        thread = threading.Thread(target=self.sender.transfer, args=(version, self.report, end), daemon=True)
         thread.start()
         self.client.update(info)
         thread.join(30)

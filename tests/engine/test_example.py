@@ -41,7 +41,7 @@ def test_a_stale_engine_is_found(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 
 def test_a_trainer_that_quantises_itself(tmp_path: Path) -> None:
-    """MXFP8 travels into an engine that holds it; too few steps for the reward to rise, and the KL is that of the format."""
+    """MXFP8 is sent into an engine that holds it; too few steps for the reward to rise, and the KL is that of the format."""
     extension = "tests.support.mxfp8_cpu.Mxfp8CpuExtension"
     settings = dataclasses.replace(Settings(), steps=2, out=tmp_path, mxfp8=True, prequantize=True, extension=extension)
     main(settings)

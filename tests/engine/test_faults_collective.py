@@ -85,7 +85,7 @@ def test_a_rank_that_holds_another_plan(engine: Any, folder: Path) -> None:
     texts = {r[0][1] for r in results}
     assert len(texts) == 1
     assert "another plan" in texts.pop()
-    assert all(seconds < 30 for (_, _, seconds), _ in results), "told at once, not at the deadline"
+    assert all(seconds < 30 for (_, _, seconds), _ in results), "report at once, not at the deadline"
     assert results[0][1] == ["good", "good"]
     assert states(llm) == [("ready", "again")] * 2
 

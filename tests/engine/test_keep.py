@@ -65,24 +65,24 @@ def test_what_is_kept_stays_and_the_rest_is_written(live: Any, trainer: WholeTra
 
 
 def test_names_that_match_nothing_are_problems_all_at_once(live: Any, trainer: WholeTrainer) -> None:
-    told = problems(trainer, trainer.info(), "model.embd_tokens.weight", "visual.*")
-    assert "keep 'model.embd_tokens.weight'" in told
-    assert "keep 'visual.*'" in told
-    assert "model.embed_tokens.weight" in told
+    found_ = problems(trainer, trainer.info(), "model.embd_tokens.weight", "visual.*")
+    assert "keep 'model.embd_tokens.weight'" in found_
+    assert "keep 'visual.*'" in found_
+    assert "model.embed_tokens.weight" in found_
 
 
 def test_what_is_left_out_and_not_kept_is_still_a_problem(live: Any, trainer: WholeTrainer) -> None:
-    told = problems(trainer, without(trainer, "embed_tokens", "model.norm"), "model.embed_tokens.weight")
-    assert "model.norm.weight" in told
-    assert "embed_tokens" not in told
+    found_ = problems(trainer, without(trainer, "embed_tokens", "model.norm"), "model.embed_tokens.weight")
+    assert "model.norm.weight" in found_
+    assert "embed_tokens" not in found_
 
 
 def test_a_part_of_a_module_that_a_reload_writes_can_not_be_kept(live: Any, trainer: WholeTrainer) -> None:
     layout, llm, *_ = live
     name = "model.layers.0.self_attn.q_proj.weight"
-    told = problems(trainer, trainer.info(), name)
+    found_ = problems(trainer, trainer.info(), name)
     if layout == "plain":  # written in place: the rows of q stay, those of k and v are written
-        assert told == ""
+        assert found_ == ""
         before = contents(llm)
         for tensor in trainer.tensors.values():
             tensor.mul_(2)
@@ -91,8 +91,8 @@ def test_a_part_of_a_module_that_a_reload_writes_can_not_be_kept(live: Any, trai
         fused, size = "model.layers.0.self_attn.qkv_proj.weight", trainer.tensors[name].nbytes
         assert contents(llm)[fused] == before[fused][:size] + k + v
         return
-    assert f"keep: {name!r}" in told
-    assert "writes a module as a whole" in told
+    assert f"keep: {name!r}" in found_
+    assert "writes a module as a whole" in found_
 
 
 @pytest.mark.parametrize("keep", ["model.norm.weight", 7, [1], [""], {"a": 1}])

@@ -12,7 +12,7 @@ from examples.support.tiny_model import save_model
 from tests.support.engines import open_llm
 from tests.support.loose_sender import LooseSender
 from vllm_refit_ext.client import LLMClient
-from vllm_refit_ext.core.coded import TRAVELLING_SCALE
+from vllm_refit_ext.core.coded import SENT_SCALE
 from vllm_refit_ext.core.errors import PlanError
 from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.kernels.mxfp8 import quantize
@@ -74,7 +74,7 @@ def engine(folders, fresh):
 
 
 def test_receiver_quantises(engine, folders, fresh):
-    """BF16 travels; every byte equals a fresh engine's, addresses stay, a second refit changes nothing."""
+    """BF16 is sent; every byte equals a fresh engine's, addresses stay, a second refit changes nothing."""
     before = addresses(engine)
     sender = LooseSender(LLMClient(engine), weights(folders[1]), cuts={"model.layers.0.mlp.experts.3.down_proj.weight": (0, 3)})
     replies = sender.prepare()
@@ -90,7 +90,7 @@ def test_receiver_quantises(engine, folders, fresh):
     sender.close()
 
 
-def test_mxfp8_travels(engine, folders):
+def test_mxfp8_is_sent(engine, folders):
     """Codes and scales, cut differently from each other, land as they were quantised."""
     given = weights(folders[1])
     plain = LooseSender(LLMClient(engine), given)
@@ -103,9 +103,9 @@ def test_mxfp8_travels(engine, folders):
             offered[name] = tensor
             continue
         ((codes, scales),) = quantize([tensor])
-        offered[name], offered[name + TRAVELLING_SCALE] = codes.view(torch.float8_e4m3fn), scales
-        specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
-        cuts |= {name: (0, 2), name + TRAVELLING_SCALE: (1, 2)}
+        offered[name], offered[name + SENT_SCALE] = codes.view(torch.float8_e4m3fn), scales
+        specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + SENT_SCALE)
+        cuts |= {name: (0, 2), name + SENT_SCALE: (1, 2)}
     sender = LooseSender(LLMClient(engine), offered, specs=specs, cuts=cuts)
     assert sender.prepare({"prequantize": True})[0].reload == {}
     sender.refit("coded")
@@ -151,6 +151,6 @@ def test_a_missing_partner_is_refused(engine, folders):
     name = "model.layers.0.self_attn.o_proj.weight"
     ((codes, _),) = quantize([given[name]])
     offered = {**given, name: codes.view(torch.float8_e4m3fn)}
-    spec = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
+    spec = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + SENT_SCALE)
     with pytest.raises(PlanError, match="scale tensor is missing"):
         LooseSender(LLMClient(engine), offered, specs={name: spec}).prepare({"prequantize": True})

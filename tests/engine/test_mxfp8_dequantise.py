@@ -1,4 +1,4 @@
-"""MXFP8 that travels to engines which hold none: dequantised on arrival, in place or on the way to the engine's own reload."""
+"""MXFP8 that is sent to engines which hold none: dequantised on arrival, in place or on the way to the engine's own reload."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 
 def test_an_engine_without_mxfp8_dequantises(folder):
-    """A stock CPU engine holds no MXFP8: what the configuration names travels as MXFP8 and is dequantised on arrival."""
+    """A stock CPU engine holds no MXFP8: what the configuration names is sent as MXFP8 and is dequantised on arrival."""
     name = "model.layers.0.mlp.experts.1.gate_proj.weight"
     with (
         open_llm(folder, dtype="bfloat16", in_process=True, extension="tests.support.plain_cpu.PlainCpuExtension") as llm,

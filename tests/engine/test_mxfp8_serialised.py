@@ -15,7 +15,7 @@ from tests.engine.test_mxfp8 import EXTENSION, addresses, live, same, weights
 from tests.support.engines import open_llm
 from tests.support.loose_sender import LooseSender
 from vllm_refit_ext.client import LLMClient
-from vllm_refit_ext.core.coded import TRAVELLING_SCALE
+from vllm_refit_ext.core.coded import SENT_SCALE
 from vllm_refit_ext.core.errors import PlanError, RefitError
 from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.core.mxfp8 import quantize
@@ -87,7 +87,7 @@ def engine(folders, fresh):
 
 
 def test_a_bf16_trainer(engine, folders, fresh):
-    """BF16 travels, the receiver quantises by the checkpoint's rule; every byte equals a fresh engine's, every address stays."""
+    """BF16 is sent, the receiver quantises by the checkpoint's rule; every byte equals a fresh engine's, every address stays."""
     before = addresses(engine)
     sender = LooseSender(LLMClient(engine), weights(folders[0][1]), cuts={"model.layers.0.self_attn.k_proj.weight": (0, 2)})
     reply = sender.prepare()[0]
@@ -103,16 +103,16 @@ def test_a_bf16_trainer(engine, folders, fresh):
 
 
 def test_an_mxfp8_trainer(engine, folders, fresh):
-    """Codes and scales travel as the checkpoint holds them, under the travelling names."""
+    """Codes and scales are sent as the checkpoint holds them, under the names of sent scales."""
     given = weights(folders[1][1])
     offered, specs = {}, {}
     for name, tensor in given.items():
         if name.endswith("_scale"):
-            offered[name.removesuffix("_scale") + TRAVELLING_SCALE] = tensor
+            offered[name.removesuffix("_scale") + SENT_SCALE] = tensor
             continue
         offered[name] = tensor
         if tensor.dtype == torch.float8_e4m3fn:
-            specs[name] = TensorSpec(tuple(tensor.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
+            specs[name] = TensorSpec(tuple(tensor.shape), "float8_e4m3fn", "mxfp8", name + SENT_SCALE)
     other = LooseSender(LLMClient(engine), {n: 2 * t for n, t in weights(folders[0][0]).items()})
     other.prepare()
     other.refit("other")

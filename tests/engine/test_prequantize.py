@@ -29,7 +29,7 @@ def engine(folder):
 
 @pytest.mark.parametrize(("geometry", "wire"), [({"tp": 2}, "shm"), ({"ep": 2}, "shm"), ({"tp": 2, "ep": 2}, "ring")])
 def test_trainer_quantises(folder, engine, geometry, wire):
-    """Codes and scales of every rank's own shards arrive as the reference quantises the whole tensors; half the bytes travel."""
+    """Codes and scales of every rank's own shards arrive as the reference quantises the whole tensors; half the bytes move."""
     llm, url = engine
     results = run_ranks(hand_over, 2, str(folder), geometry, url, {"wire": wire})
     given = weights(folder)

@@ -29,9 +29,9 @@ COUNT = {"architectures": set[str](), "engines": 0, "refits": 0, "tensors": 0}
 @pytest.fixture(scope="module", autouse=True)
 def _count(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    told = ", ".join(f"{len(n) if isinstance(n, set) else n} {what}" for what, n in COUNT.items())
+    found_ = ", ".join(f"{len(n) if isinstance(n, set) else n} {what}" for what, n in COUNT.items())
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\ncompared with fresh engines: {told}\nnot on a CPU: {', '.join(NOT_ON_A_CPU)}")
+        print(f"\ncompared with fresh engines: {found_}\nnot on a CPU: {', '.join(NOT_ON_A_CPU)}")
 
 
 CASES = [

@@ -13,12 +13,12 @@ from examples.support.launch import RankFailed, run_ranks
 from examples.support.tiny_model import save_model
 from tests.support.engine_bridge import bridge, one_by_one
 from tests.support.engines import open_llm
-from tests.support.relay_jobs import check_travel, cycle, dies, simple, stalls, stranded
+from tests.support.relay_jobs import check_transfer, cycle, dies, simple, stalls, stranded
 from vllm_refit_ext.client import LLMClient
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-EXTENSION = "tests.support.site_extension.SiteExtension"
+EXTENSION = "tests.support.host_extension.HostExtension"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ CASES = {
     "pp2-engine-on-one-host": (2, {"pp": 2}, "ab", "aa", 50_000),
     # Each host has its engine rank; experts lie on all four ranks, so all exchange.
     "ep4-engine-over-two-hosts": (4, {"ep": 4}, "aabb", "ab", 100_000),
-    # Every host holds a whole copy: near copies are read and nothing travels.
+    # Every host holds a whole copy: near copies are read and nothing is sent.
     "tp2-a-copy-on-each-host": (4, {"tp": 2}, "aabb", "ab", 100_000),
     "three-hosts": (4, {"tp": 2, "ep": 2}, "abcb", "cb", 30_000),
 }
@@ -52,31 +52,31 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_a_fresh_engine(engine: tuple[Any, str, list[Any]], checkpoints: tuple[Path, Path], case: str) -> None:
     llm, url, wanted = engine
-    ranks, geometry, sites, engine_sites, bucket = CASES[case]
-    assert llm.collective_rpc("refit_play", args=(engine_sites,)) == list(engine_sites)
-    found = run_ranks(cycle, ranks, str(checkpoints[1]), geometry, [url], sites, bucket, timeout=240)
+    ranks, geometry, hosts, engine_hosts, bucket = CASES[case]
+    assert llm.collective_rpc("refit_play", args=(engine_hosts,)) == list(engine_hosts)
+    found = run_ranks(cycle, ranks, str(checkpoints[1]), geometry, [url], hosts, bucket, timeout=240)
     first = found[0]
     assert first["other"] != [wanted], "the first refit must have changed the engine"
     assert first["repeated"] == [[wanted]] * 2
     assert first["compared"] >= 69
-    far = check_travel(found, sites, engine_sites)
+    far = check_transfer(found, hosts, engine_hosts)
     assert bool(far) == (case != "tp2-a-copy-on-each-host")
 
 
 def test_an_engine_on_a_host_without_the_trainer_is_refused_at_prepare(engine: Any, checkpoints: tuple[Path, Path]) -> None:
     llm, url, _ = engine
     llm.collective_rpc("refit_play", args=("ac",))
-    told = set(run_ranks(stranded, 2, str(checkpoints[1]), {"ep": 2}, [url], "ab", timeout=120))
-    assert len(told) == 1, "the same on every rank"
-    kind, text = told.pop()
+    report = set(run_ranks(stranded, 2, str(checkpoints[1]), {"ep": 2}, [url], "ab", timeout=120))
+    assert len(report) == 1, "the same on every rank"
+    kind, text = report.pop()
     assert kind == "ConfigError"
     assert "engine rank 1 on 'c'" in text
     assert "trainer rank 0 on 'a'; trainer rank 1 on 'b'" in text
-    assert "VLLM_REFIT_SITE" in text
+    assert "VLLM_REFIT_HOSTID" in text
 
 
 @pytest.mark.parametrize(("victim", "kind"), [(0, "receive"), (1, "receive"), (3, "send")])
-def test_a_rank_is_killed_while_bytes_travel(engine: Any, checkpoints: tuple[Path, Path], victim: int, kind: str) -> None:
+def test_a_rank_is_killed_while_bytes_move(engine: Any, checkpoints: tuple[Path, Path], victim: int, kind: str) -> None:
     """A relay, trainer rank 0 and others; the engine is torn, and a trainer that starts again heals it."""
     llm, url, wanted = engine
     llm.collective_rpc("refit_play", args=("ab",))

@@ -14,7 +14,7 @@ from tests.engine.test_mxfp8 import SETTINGS, live, same, weights
 from tests.support.engines import open_llm
 from tests.support.loose_sender import LooseSender
 from vllm_refit_ext.client import LLMClient
-from vllm_refit_ext.core.coded import TRAVELLING_SCALE
+from vllm_refit_ext.core.coded import SENT_SCALE
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.kernels.mxfp8 import quantize
@@ -52,8 +52,8 @@ def test_buckets_change_nothing(engine, bucket):
     offered, specs = dict(given), {}
     for name in names:
         ((codes, scales),) = quantize([given[name]])
-        offered |= {name: codes.view(torch.float8_e4m3fn), name + TRAVELLING_SCALE: scales}
-        specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
+        offered |= {name: codes.view(torch.float8_e4m3fn), name + SENT_SCALE: scales}
+        specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + SENT_SCALE)
     sender = LooseSender(LLMClient(llm), dict(sorted(offered.items())), specs=specs, wire_name="ring", bucket_bytes=bucket)
     sender.prepare({"prequantize": True})
     sender.refit("coded")

@@ -164,7 +164,7 @@ def test_what_is_not_a_copy_is_named(case: str) -> None:
     assert [n for n, _ in model.named_parameters()] == ["w", "v", "s"]
 
 
-def test_bytes_may_travel_under_two_names_of_one_format() -> None:
+def test_bytes_may_be_sent_under_two_names_of_one_format() -> None:
     model, routes = record(
         lambda m, n, t: m.w.data.copy_(t.view(torch.uint8)), {"a": ((8, 6), "float8_e8m0fnu")}, dtype=torch.uint8
     )
@@ -174,7 +174,7 @@ def test_bytes_may_travel_under_two_names_of_one_format() -> None:
     assert torch.equal(model.w, bytes_)
 
 
-def test_what_nothing_fills_is_told_with_its_first_box() -> None:
+def test_what_nothing_fills_is_reported_with_its_first_box() -> None:
     _, routes = record(lambda m, n, t: m.w[1:7].copy_(t), whole(a=(6, 6)))
     assert routes.unwritten["w"] == "12 of 48 elements, the first [0:1, 0:6]"
     assert routes.unwritten["v"] == "48 of 48 elements"

@@ -83,7 +83,7 @@ def test_a_mapping_that_forgets_the_split_is_refused_on_every_rank(folder: Path)
         assert "got replicated; wanted split along dimension 1" in text
 
 
-def test_a_router_bias_that_was_cast_travels_as_float32(tmp_path: Any) -> None:
+def test_a_router_bias_that_was_cast_is_sent_as_float32(tmp_path: Any) -> None:
     latent = save_model("deepseek_v3", tmp_path, seed=5)
     assert run_ranks(source_faults.run_faults, 1, str(latent), ["cast_router_bias"], timeout=120) == [
         ["({'float32'}, {'bfloat16'})"]

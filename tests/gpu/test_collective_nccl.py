@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.support.collective_ranks import Rank, tables
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.plan import build_plan
-from vllm_refit_ext.core.sites import Sites
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -90,7 +90,7 @@ def test_a_killed_rank_is_an_error_by_the_deadline(tmp_path: Path) -> None:
 
 def _shares(folder: str, rank: int, bucket: int) -> Any:
     torch.cuda.set_device(rank)
-    me = Rank(folder, rank, bucket, trainers=1, engines=2, device=f"cuda:{rank}", sites=Sites("t", "hh"))
+    me = Rank(folder, rank, bucket, trainers=1, engines=2, device=f"cuda:{rank}", hosts=Hosts("t", "hh"))
     return [(me.refit(f"s{i}", i, 120.0), me.forwarded) for i in range(3)]
 
 

@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
 from tests.unit.kernels import checks  # noqa: E402
 from tests.unit.kernels.suite import *  # noqa: E402, F403
 from vllm_refit_ext.core import layouts, mxfp8  # noqa: E402
-from vllm_refit_ext.core.layouts import Held  # noqa: E402
-from vllm_refit_ext.kernels.moves import At, CopyMove, DigestMove, HeldBox, QuantizeMove, Stack, contiguous  # noqa: E402
+from vllm_refit_ext.core.layouts import Stored  # noqa: E402
+from vllm_refit_ext.kernels.moves import At, CopyMove, DigestMove, QuantizeMove, Stack, StoredBox, contiguous  # noqa: E402
 from vllm_refit_ext.kernels.mxfp8 import quantize, to_canonical  # noqa: E402
 from vllm_refit_ext.kernels.table import Table  # noqa: E402
 from vllm_refit_ext.kernels.verify import verify  # noqa: E402
@@ -43,16 +43,16 @@ def way():
 @pytest.mark.parametrize(("name", "inner", "hidden", "gated"), SHAPES)
 @pytest.mark.parametrize("layout", checks.LAYOUTS)
 def test_real_shapes(name, inner, hidden, gated, layout):
-    """w13 and w2 of two experts: Triton equals the twin on every byte and the reference on one; read back, it is the input."""
+    """w13 and w2 of two experts: Triton equals torch on every byte and numpy on one expert; read back, it is the input."""
     for rows, cols, halves in ((2 * inner if gated else inner, hidden, gated), (hidden, inner, False)):
         step = layouts.layout_of(layout).row_multiple
-        held = Held(-(-rows // step) * step, cols, halves and rows % step == 0)
+        stored = Stored(-(-rows // step) * step, cols, halves and rows % step == 0)
         x = torch.randn(2, rows, cols, device="cuda", dtype=torch.bfloat16)
-        stack = Stack(layout, At(1), At(2), held, 2)
+        stack = Stack(layout, At(1), At(2), stored, 2)
         moves = [QuantizeMove(contiguous(At(0), "bfloat16", (2, rows, cols)), stack, (0, 0, 0), name=name)]
         results = []
         for backend in ("triton", "torch"):
-            _, values, scales = checks.engine(layout, held, 2, "cuda")
+            _, values, scales = checks.engine(layout, stored, 2, "cuda")
             table = Table(moves, "cuda", backend=backend)
             table.bind([x, values, scales])
             table.launch()
@@ -62,7 +62,7 @@ def test_real_shapes(name, inner, hidden, gated, layout):
         verify(
             [QuantizeMove(contiguous(At(0), "bfloat16", (rows, cols)), stack, (0, 0))], [x, *results[0]], sample=1
         ).raise_if_wrong()
-        codes, scales = to_canonical(layout, *results[0], gated=held.gated)
+        codes, scales = to_canonical(layout, *results[0], gated=stored.gated)
         plain = quantize([x])[0]
         assert torch.equal(codes[:, :rows], plain[0])
         assert torch.equal(scales[:, :rows], plain[1])
@@ -86,12 +86,12 @@ def test_one_matrix_beyond_2_to_the_31_elements():
     rows, cols = 589_824, 4096
     x = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16).normal_()
     for layout in ("plain", "trtllm_moe", "marlin"):
-        stack, values, scales = checks.engine(layout, Held(rows, cols), 1, "cuda")
+        stack, values, scales = checks.engine(layout, Stored(rows, cols), 1, "cuda")
         moves = [QuantizeMove(contiguous(At(0), "bfloat16", (rows, cols)), stack, (0, 0))]
         table = Table(moves, "cuda")
         table.bind([x, values, scales])
         table.launch()
-        check = Table([DigestMove(HeldBox(stack, (0, 0), (rows, cols)), (rows, cols), (0, 0))], "cuda")
+        check = Table([DigestMove(StoredBox(stack, (0, 0), (rows, cols)), (rows, cols), (0, 0))], "cuda")
         check.bind([x, values, scales])
         check.launch()
         tail = QuantizeMove(contiguous(At(0, (rows - 256) * cols * 2), "bfloat16", (256, cols)), stack, (rows - 256, 0))
@@ -122,7 +122,7 @@ def test_a_copy_of_more_than_4_gib_and_rebinding():
 
 def test_verify_finds_one_wrong_byte():
     x = torch.randn(3, 256, 256, device="cuda", dtype=torch.bfloat16)
-    stack, values, scales = checks.engine("trtllm_moe", Held(256, 256, True), 3, "cuda")
+    stack, values, scales = checks.engine("trtllm_moe", Stored(256, 256, True), 3, "cuda")
     moves = [
         QuantizeMove(contiguous(At(0, m * 256 * 512), "bfloat16", (256, 256)), stack, (m, 0, 0), name=f"expert {m}")
         for m in range(3)

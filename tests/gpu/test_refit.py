@@ -19,7 +19,7 @@ from safetensors.torch import load_file  # noqa: E402
 from examples.support.tiny_model import save_model  # noqa: E402
 from tests.support.gpu_engine import GRAPHS, ROOT, Engine  # noqa: E402
 from tests.support.loose_sender import LooseSender  # noqa: E402
-from vllm_refit_ext.core.coded import TRAVELLING_SCALE  # noqa: E402
+from vllm_refit_ext.core.coded import SENT_SCALE  # noqa: E402
 from vllm_refit_ext.core.errors import RefitError  # noqa: E402
 from vllm_refit_ext.core.manifest import TensorSpec  # noqa: E402
 from vllm_refit_ext.kernels.mxfp8 import quantize  # noqa: E402
@@ -139,7 +139,7 @@ def test_sleep_then_refit_then_generate(started, fresh, kind):
     sender.close()
 
 
-def test_mxfp8_travels(started, fresh):
+def test_mxfp8_is_sent(started, fresh):
     """Prequantised by the ceil rule, sent as MXFP8, read back equal; then BF16 again makes the fresh engine."""
     folders, engines = started
     engine = engines["mxfp8", 0]
@@ -152,8 +152,8 @@ def test_mxfp8_travels(started, fresh):
         offered[name] = tensor
         if name in names:
             ((codes, scales),) = quantize([tensor])
-            offered |= {name: codes.view(torch.float8_e4m3fn), name + TRAVELLING_SCALE: scales}
-            specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
+            offered |= {name: codes.view(torch.float8_e4m3fn), name + SENT_SCALE: scales}
+            specs[name] = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + SENT_SCALE)
     sender = LooseSender(client, offered, specs=specs, wire_name="ipc")
     reply = sender.prepare({"prequantize": True})[0]
     assert reply.reload == {}
@@ -166,15 +166,15 @@ def test_mxfp8_travels(started, fresh):
     plain.close()
 
 
-def test_mxfp8_travels_to_bf16(started):
+def test_mxfp8_is_sent_to_bf16(started):
     """An engine without MXFP8 dequantises."""
     folders, engines = started
     client = engines["bf16", 0].wait()
     given = weights(folders[1])
     name = "model.layers.0.self_attn.o_proj.weight"
     ((codes, scales),) = quantize([given[name]])
-    offered = {**given, name: codes.view(torch.float8_e4m3fn), name + TRAVELLING_SCALE: scales}
-    spec = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + TRAVELLING_SCALE)
+    offered = {**given, name: codes.view(torch.float8_e4m3fn), name + SENT_SCALE: scales}
+    spec = TensorSpec(tuple(codes.shape), "float8_e4m3fn", "mxfp8", name + SENT_SCALE)
     sender = LooseSender(client, offered, specs={name: spec}, wire_name="ipc")
     sender.prepare({"prequantize": True})
     sender.refit("coded")

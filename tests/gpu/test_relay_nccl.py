@@ -1,4 +1,4 @@
-"""Relays of wire `ring` over NCCL: two trainer ranks on GPUs of two played sites, and an engine rank on the second GPU."""
+"""Relays of wire `ring` over NCCL: two trainer ranks on GPUs of two played hosts, and an engine rank on the second GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _several(folder: str, rank: int, bucket: int) -> Any:
     out = []
     for i in range(3):
         out.append(me.refit(f"s{i}", i, 120.0))
-        me.meet(f"s{i}")
+        me.barrier(f"s{i}")
     me.close()
     return out
 
@@ -41,13 +41,13 @@ def _late(folder: str, rank: int, bucket: int) -> Any:
     """The relay sleeps through the deadline in the middle of the transfer, then takes part in the next refit."""
     me = _rank(folder, rank, bucket)
     me.refit("a", 0, 120.0)
-    me.meet("a")
+    me.barrier("a")
     if rank == 1:
         at_message("receive", 3, lambda: time.sleep(12.0))
     out = me.failure("b", deadline_s=6.0)
-    me.meet("b")
+    me.barrier("b")
     me.refit("c", 2, 120.0)
-    me.meet("c")
+    me.barrier("c")
     me.close()
     return out
 
@@ -55,7 +55,7 @@ def _late(folder: str, rank: int, bucket: int) -> Any:
 def _dies(folder: str, rank: int, bucket: int) -> Any:
     me = _rank(folder, rank, bucket)
     me.refit("a", 0, 120.0)
-    me.meet("a")
+    me.barrier("a")
     if rank == 1:
         at_message("receive", 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
     return me.failure("b", deadline_s=10.0)

@@ -108,9 +108,9 @@ def ask(llm: Any) -> list[Answer]:
     for prompt in PROMPTS:
         output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
         first = output.outputs[0]
-        told = tuple(t[i].logprob for i, t in zip(prompt[1:], output.prompt_logprobs[1:], strict=True))
+        report = tuple(t[i].logprob for i, t in zip(prompt[1:], output.prompt_logprobs[1:], strict=True))
         tokens = tuple(first.token_ids)
-        found.append(Answer(tokens, tuple(t[i].logprob for i, t in zip(tokens, first.logprobs, strict=True)), told))
+        found.append(Answer(tokens, tuple(t[i].logprob for i, t in zip(tokens, first.logprobs, strict=True)), report))
     return found
 
 

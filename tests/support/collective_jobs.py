@@ -16,7 +16,7 @@ from megatron_sender.sender import MegatronSender, SenderConfig
 from tests.support.plain_cpu import PlainCpuExtension
 from vllm_refit_ext.client import HTTPClient
 from vllm_refit_ext.core.errors import RefitError
-from vllm_refit_ext.core.sites import SITE
+from vllm_refit_ext.core.hosts import HOST_ID
 from vllm_refit_ext.wires.collective_group import Group
 
 Failure = tuple[str, str, float]
@@ -31,12 +31,12 @@ class PidExtension(PlainCpuExtension):
         return os.getpid()
 
 
-class SiteExtension(PidExtension):
-    """A plain CPU engine that can be told on which host it is."""
+class HostExtension(PidExtension):
+    """A plain CPU engine that can be placed on any host it is."""
 
-    def refit_move_to(self, site: str) -> None:
-        """From the next prepare on, this worker is on `site`."""
-        os.environ[SITE] = site
+    def refit_move_to(self, host: str) -> None:
+        """From the next prepare on, this worker is on `host`."""
+        os.environ[HOST_ID] = host
 
 
 class Trainer:
@@ -98,7 +98,7 @@ def cycle(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int) -
 
 def cycle_apart(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int) -> dict[str, Any]:
     """`cycle` with trainers on a host of their own."""
-    os.environ[SITE] = "trainers"
+    os.environ[HOST_ID] = "trainers"
     return cycle(folder, geometry, urls, bucket)
 
 
@@ -146,10 +146,10 @@ def dies(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, wh
     trainer.sender.refit("late")
 
 
-def stalls(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, pid: int, site: str = "") -> list[Any]:
+def stalls(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, pid: int, host: str = "") -> list[Any]:
     """Process `pid` (0: trainer rank 1 itself) is stopped in the middle of a transfer and goes on 10 s later. The trainer is on
-    `site`."""
-    os.environ[SITE] = site
+    `host`."""
+    os.environ[HOST_ID] = host
     trainer = Trainer(folder, geometry, urls, bucket, deadline_s=6.0)
     trainer.sender.prepare()
     trainer.sender.refit("good")
@@ -176,7 +176,7 @@ def _stop(pid: int, seconds: float) -> None:
 
 
 def disagrees(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int) -> list[Any]:
-    """The last engine's last rank is told another plan than it holds; then the truth."""
+    """The last engine's last rank gets another plan than it holds; then the truth."""
     trainer = Trainer(folder, geometry, urls, bucket, deadline_s=60.0)
     trainer.sender.prepare()
     trainer.sender.refit("good")
@@ -195,9 +195,9 @@ def disagrees(folder: str, geometry: dict[str, Any], urls: list[str], bucket: in
     return [failed, versions]
 
 
-def loses_engine(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, pid: int, site: str = "") -> list[Any]:
-    """An engine worker is killed in the middle of a transfer; the trainer, on `site`, goes on with the engine that is left."""
-    os.environ[SITE] = site
+def loses_engine(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int, pid: int, host: str = "") -> list[Any]:
+    """An engine worker is killed in the middle of a transfer; the trainer, on `host`, goes on with the engine that is left."""
+    os.environ[HOST_ID] = host
     trainer = Trainer(folder, geometry, urls, bucket, deadline_s=15.0)
     trainer.sender.prepare()
     trainer.sender.refit("good")

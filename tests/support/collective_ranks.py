@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from vllm_refit_ext.core.errors import RefitError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
 
@@ -53,10 +53,10 @@ class Rank:
         trainers: int = 2,
         engines: int = 2,
         device: str = "cpu",
-        sites: Sites | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
-        """sites: then every engine rank needs everything."""
-        self.bucket, self.sites, self.whole = bucket, sites or Sites.single(trainers, engines), sites is not None
+        """hosts: then every engine rank needs everything."""
+        self.bucket, self.hosts, self.whole = bucket, hosts or Hosts.single(trainers, engines), hosts is not None
         self.trainers, self.engines, self.device = trainers, engines, device
         self.folder, self.rank, self.kept = Path(folder), rank, {}
         self.forwarded: dict[int, int] = {}
@@ -78,14 +78,14 @@ class Rank:
         self.tensors = [torch.zeros(self.rows, SHAPE[1], device=self.device)]
         if self.rank == self.trainers - 1:
             self.tensors.append(torch.zeros(7, dtype=torch.bfloat16, device=self.device))
-        shares = collective.shares(self.plan, self.sites, self.bucket)
+        shares = collective.send_tables(self.plan, self.hosts, self.bucket)
         self.sender = collective.open_sender(self.rank, shares[self.rank], self.tensors)
 
     def refit(
         self, name: str, version: int, deadline_s: float = 20.0, before=lambda: None, during=lambda: None
     ) -> dict[int, int]:
         """One refit under `name`; returns this rank's bytes by rank of the other side, and leaves those by engine rank of its
-        site in `forwarded`. `before` the meeting, `during` the transfer."""
+        host in `forwarded`. `before` the meeting, `during` the transfer."""
         if self.is_trainer:
             t, u = content(version)
             self.tensors[0].copy_(t[self.rank * self.rows : (self.rank + 1) * self.rows])

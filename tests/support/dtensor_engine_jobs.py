@@ -53,7 +53,7 @@ def build(folder: str, layout: str) -> nn.Module:
 
 
 def cycle(folder: str, layout: str, url: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Other weights, then the checkpoint's, each as a refit. Rank 0 tells what the engine answered and what travelled."""
+    """Other weights, then the checkpoint's, each as a refit. Rank 0 tells what the engine answered and what was sent."""
     model, client = build(folder, layout), HTTPClient(url)
     sender = RefitSender(
         DTensorSource(model), client if dist.get_rank() == 0 else None, SenderConfig(hash_reloaded=True, **config)

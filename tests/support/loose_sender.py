@@ -16,11 +16,11 @@ import torch
 from vllm_refit_ext.client import EngineClient, raise_problems
 from vllm_refit_ext.core.digest import row_strides
 from vllm_refit_ext.core.errors import RefitError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import Manifest, Offer, TensorSpec, pack_offer
 from vllm_refit_ext.core.messages import PrepareReply, UpdateInfo, UpdateReport
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import unpack_placements
 from vllm_refit_ext.sender.calls import Calls
 from vllm_refit_ext.wires import BUCKET_BYTES, Sender, wire
@@ -87,7 +87,7 @@ class LooseSender:
             assert reply.digest == self.plan.digest(reply.rank)
         chosen = wire(self.wire_name)
         self._sender = chosen.open_sender(
-            0, chosen.shares(self.plan, Sites.single(1, len(self.replies)), self.bucket_bytes)[0], self.buffers
+            0, chosen.send_tables(self.plan, Hosts.single(1, len(self.replies)), self.bucket_bytes)[0], self.buffers
         )
         self._sender.resident = self.resident
         return self.replies

@@ -49,7 +49,7 @@ def _change(draw: random.Random, owner: Any, key: Any, odd: tuple[Any, ...]) -> 
         if draw.random() < 0.5:
             del owner[key]
         else:
-            owner[draw.choice(("x", "protocol", "site"))] = owner.pop(key)
+            owner[draw.choice(("x", "protocol", "host"))] = owner.pop(key)
     else:
         owner[key] = new
 

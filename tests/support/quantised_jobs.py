@@ -8,7 +8,7 @@ from tests.support.refit_jobs import Trainer
 
 
 def hand_over(folder: str, geometry: dict[str, Any], url: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Quantise, refit twice, verify. What travelled, and what was compared."""
+    """Quantise, refit twice, verify. What was sent, and what was compared."""
     trainer = Trainer(folder, {"dtype": "bfloat16", **geometry}, url, prequantize=True, **config)
     plan = trainer.sender.prepare()
     reports = [trainer.sender.refit(f"coded-{i}") for i in range(2)]

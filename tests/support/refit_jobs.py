@@ -158,7 +158,7 @@ def simple(folder: str, geometry: dict[str, Any], url: str, version: str) -> Any
 
 
 def die_while_publishing(folder: str, geometry: dict[str, Any], url: str) -> str:
-    """Rank 1 is killed between its preparation and its publication; the others report what they were told."""
+    """Rank 1 is killed between its preparation and its publication; the others report what they learned."""
     import os
     import signal
 

@@ -1,4 +1,4 @@
-"""One rank of a small refit over wire `ring`, without trainer and engine around it. Sites are played."""
+"""One rank of a small refit over wire `ring`, without trainer and engine around it. Hosts are played."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from tests.support.collective_ranks import SHAPE, content, tables
 from vllm_refit_ext.core.errors import RefitError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import RingInfo, UpdateInfo
 from vllm_refit_ext.core.placement import concatenate
 from vllm_refit_ext.core.plan import build_plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import ring
 from vllm_refit_ext.wires.ring_relay import Pending
@@ -25,7 +25,7 @@ class Rank:
 
     def __init__(self, folder: str, rank: int, trainers: Sequence[str], engines: Sequence[str], bucket: int, device: str = "cpu"):
         self.folder, self.rank, self.kept, self.device = Path(folder), rank, dict[str, Any](), device
-        self.sites, self.bucket = Sites(trainers, engines), bucket
+        self.hosts, self.bucket = Hosts(trainers, engines), bucket
         self.is_trainer = rank < len(trainers)
         manifest, sources, targets = tables(len(trainers), len(engines))
         if self.is_trainer:
@@ -34,7 +34,7 @@ class Rank:
             self.tensors = [torch.zeros(self.rows, SHAPE[1], device=device)]
             if rank == len(trainers) - 1:
                 self.tensors.append(torch.zeros(7, dtype=torch.bfloat16, device=device))
-            share = ring.shares(self.plan, self.sites, bucket)[rank]
+            share = ring.send_tables(self.plan, self.hosts, bucket)[rank]
             self.sender = ring.open_sender(rank, share, self.tensors)
         else:
             self.engine = rank - len(trainers)
@@ -63,7 +63,7 @@ class Rank:
             part = self.folder / f"{name}.{self.rank}.part"
             part.write_bytes(self.sender.begin(self.tensors))
             part.rename(self.folder / f"{name}.{self.rank}")
-        info = ring.info([self.read(f"{name}.{r}", deadline_s) for r in range(len(self.sites.trainers))])
+        info = ring.info([self.read(f"{name}.{r}", deadline_s) for r in range(len(self.hosts.trainers))])
         end = time.monotonic() + deadline_s
         if self.is_trainer:
             watch(name, end)
@@ -84,7 +84,7 @@ class Rank:
         finally:
             reader.close()
         t, u = content(version)
-        columns = SHAPE[1] // len(self.sites.engines)
+        columns = SHAPE[1] // len(self.hosts.engines)
         assert torch.equal(self.params["t"].cpu(), t[:, self.engine * columns : (self.engine + 1) * columns])
         assert torch.equal(self.params["u"].cpu(), u)
         return dict(reader.received)
@@ -96,10 +96,10 @@ class Rank:
             time.sleep(0.01)
         return (self.folder / name).read_bytes()
 
-    def meet(self, name: str) -> None:
+    def barrier(self, name: str) -> None:
         """Wait for all ranks, as the sender's own exchange and the engines' calls do after every refit."""
         (self.folder / f"{name}.met.{self.rank}").touch()
-        for rank in range(len(self.sites.trainers) + len(self.sites.engines)):
+        for rank in range(len(self.hosts.trainers) + len(self.hosts.engines)):
             self.read(f"{name}.met.{rank}", 60)
 
     def failure(self, name: str, **arguments: Any) -> tuple[str, str, float]:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import WireError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
-from vllm_refit_ext.wires.collective_forward import Shared, schedules, sent_by
+from vllm_refit_ext.wires.collective_forward import Forwarded, schedules, sent_by
 from vllm_refit_ext.wires.collective_move import OPERATIONS, Packer, RoundBuffers, Unpacker
 from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
@@ -42,8 +42,8 @@ class _End:
     device = torch.device("cpu")
     independent = False
 
-    def __init__(self, meeting: Rendezvous, rank: int) -> None:
-        self.meeting, self.rank = meeting, rank
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self.rendezvous, self.rank = rendezvous, rank
         self.queue: list[_Batch] = []
 
     def post(self, sends, receives):
@@ -62,27 +62,27 @@ class _Batch:
             self.end.queue[0].run(deadline)
 
     def run(self, deadline: float) -> None:
-        meeting, me = self.end.meeting, self.end.rank
-        with meeting.ready:
+        rendezvous, me = self.end.rendezvous, self.end.rank
+        with rendezvous.ready:
             keys = [(me, p.peer, p.tag) for p in self.sends]
             for key, p in zip(keys, self.sends, strict=True):
-                assert key not in meeting.offers
-                meeting.offers[key] = p.data
-                meeting.bytes[key[:2]] += p.data.nbytes
-            meeting.ready.notify_all()
+                assert key not in rendezvous.offers
+                rendezvous.offers[key] = p.data
+                rendezvous.bytes[key[:2]] += p.data.nbytes
+            rendezvous.ready.notify_all()
             for p in self.receives:
                 key = (p.peer, me, p.tag)
-                self._until(lambda key=key: key in meeting.offers, deadline, key)
-                assert meeting.offers[key].nbytes == p.data.nbytes
-                p.data.copy_(meeting.offers.pop(key))
-                meeting.taken.add(key)
-                meeting.ready.notify_all()
+                self._until(lambda key=key: key in rendezvous.offers, deadline, key)
+                assert rendezvous.offers[key].nbytes == p.data.nbytes
+                p.data.copy_(rendezvous.offers.pop(key))
+                rendezvous.taken.add(key)
+                rendezvous.ready.notify_all()
             for key in keys:
-                self._until(lambda key=key: key in meeting.taken, deadline, key)
+                self._until(lambda key=key: key in rendezvous.taken, deadline, key)
         self.end.queue.pop(0)
 
     def _until(self, condition, deadline: float, key) -> None:
-        if not self.end.meeting.ready.wait_for(condition, deadline - time.monotonic()):
+        if not self.end.rendezvous.ready.wait_for(condition, deadline - time.monotonic()):
             raise WireError("stuck", where=str(key))
 
 
@@ -97,11 +97,11 @@ def by_rank(plan: Plan, sources: list[torch.Tensor]) -> tuple[Plan, list[torch.T
     return Plan(plan.manifest, [plan.sources[i] for i in order], targets, **columns), [sources[i] for i in order]
 
 
-def own_schedule(plan: Plan, rank: int, sites: Sites, bucket: int, tables: dict[int, Shared]) -> Schedule:
-    """The travel of engine rank `rank` as the rank finds it: with its own plan, and its table if there is one."""
+def own_schedule(plan: Plan, rank: int, hosts: Hosts, bucket: int, tables: dict[int, Forwarded]) -> Schedule:
+    """The schedule of engine rank `rank` as the rank finds it: with its own plan, and its table if there is one."""
     mine = plan.for_target(rank)
     if rank not in tables:
-        return schedule_alone(rounds(mine, bucket), len(sites.trainers))
+        return schedule_alone(rounds(mine, bucket), len(hosts.trainers))
     # An engine rank has no targets but its own.
     own = [i for i, b in enumerate(plan.targets) if b.rank == rank]
     place = np.full(len(plan.targets), -1, np.int64)
@@ -109,12 +109,12 @@ def own_schedule(plan: Plan, rank: int, sites: Sites, bucket: int, tables: dict[
     columns = {c: getattr(mine, c) for c in Plan.COLUMNS} | {"target": place[mine.target]}
     mine = Plan(plan.manifest, plan.sources, [plan.targets[i] for i in own], **columns)
     raw = pack_table(tables[rank], rank, plan.digest(rank))
-    return read_table(raw, mine, rank, len(sites.trainers), len(sites.engines), bucket)
+    return read_table(raw, mine, rank, len(hosts.trainers), len(hosts.engines), bucket)
 
 
-def run_travel(
+def run_transfer(
     plan: Plan,
-    sites: Sites,
+    hosts: Hosts,
     sources: list[torch.Tensor],
     targets: dict[str, torch.Tensor],
     bucket: int,
@@ -126,20 +126,20 @@ def run_travel(
     operations: most messages of a batch; with one, every message waits for the one before it.
     """
     with mock.patch("vllm_refit_ext.wires.collective_move.OPERATIONS", operations):
-        return _run_travel(plan, sites, sources, targets, bucket)
+        return _run_transfer(plan, hosts, sources, targets, bucket)
 
 
-def _run_travel(
-    plan: Plan, sites: Sites, sources: list[torch.Tensor], targets: dict[str, torch.Tensor], bucket: int
+def _run_transfer(
+    plan: Plan, hosts: Hosts, sources: list[torch.Tensor], targets: dict[str, torch.Tensor], bucket: int
 ) -> dict[tuple[int, int], int]:
-    trainers, engines = len(sites.trainers), len(sites.engines)
-    meeting = Rendezvous()
+    trainers, engines = len(hosts.trainers), len(hosts.engines)
+    rendezvous = Rendezvous()
     failures: list[BaseException] = []
     first = np.searchsorted([b.rank for b in plan.sources], np.arange(trainers + 1))
-    found, tables = schedules(plan, sites, bucket)
+    found, tables = schedules(plan, hosts, bucket)
     parts = [outgoing(sent_by(found, rank), plan, rank) for rank in range(trainers)]
     packers = [Packer(Outgoing.read(p), trainers, bucket) for p in parts]
-    schedules_of = [own_schedule(plan, t, sites, bucket, tables) for t in range(engines)]
+    schedules_of = [own_schedule(plan, t, hosts, bucket, tables) for t in range(engines)]
     readers = [Unpacker(RoundBuffers(schedule, torch.device("cpu"))) for schedule in schedules_of]
     peers = [*(p.peers for p in packers), *(r.schedule.peers for r in readers)]
     assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"
@@ -147,18 +147,18 @@ def _run_travel(
 
     def send(rank: int) -> None:
         packers[rank].look(sources[first[rank] : first[rank + 1]])
-        sent = packers[rank].run(meeting.rank(rank), deadline)
-        assert sent == {t: n for t in range(engines) if (n := meeting.bytes.get((rank, trainers + t), 0))}
+        sent = packers[rank].run(rendezvous.rank(rank), deadline)
+        assert sent == {t: n for t in range(engines) if (n := rendezvous.bytes.get((rank, trainers + t), 0))}
 
     def receive(rank: int) -> None:
         reader = readers[rank]
-        reader.begin(meeting.rank(trainers + rank), deadline)
+        reader.begin(rendezvous.rank(trainers + rank), deadline)
         for step in reader.steps:
             InPlaceWriter(step, targets).write(reader)
         reader.confirm()
         for counted, shift in ((reader.received, 0), (reader.forwarded, trainers)):
             for peer, nbytes in counted.items():
-                assert meeting.bytes[peer + shift, trainers + rank] == nbytes
+                assert rendezvous.bytes[peer + shift, trainers + rank] == nbytes
         assert sum(reader.received.values()) + sum(reader.forwarded.values()) == int(plan.for_target(rank).nbytes.sum())
 
     def guarded(work, rank: int) -> None:
@@ -178,4 +178,4 @@ def _run_travel(
     if failures:
         raise failures[0]
     assert not any(t.is_alive() for t in threads)
-    return dict(meeting.bytes)
+    return dict(rendezvous.bytes)

@@ -1,6 +1,6 @@
 """An engine of one rank without vLLM: it holds whole tensors, plans for itself and reads over the product's wires.
 
-It stands where a test is about the sender: several engines at once, and engines that fail as told.
+It stands where a test is about the sender: several engines at once, and engines that fail as ordered.
 """
 
 from __future__ import annotations

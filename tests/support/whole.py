@@ -31,7 +31,7 @@ class WholeTrainer:
         return self.client.prepare(self.info() if info is None else info)
 
     def publish(self, name: str, **fields: Any) -> UpdateInfo:
-        """Fill the segment and return what `update_weights` is to be told."""
+        """Fill the segment and return what `update_weights` is to be given."""
         buffers = [Buffer(n, 0, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.tensors.items()]
         offsets, sizes = shm.segment_offsets(buffers, np.arange(len(buffers)))
         self.close()

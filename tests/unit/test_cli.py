@@ -19,7 +19,7 @@ from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Edge, Plan, build_plan
 from vllm_refit_ext.tools import cli, plan_command, verify_command
 from vllm_refit_ext.tools.plan_report import Tally, grouped, spread, tables
-from vllm_refit_ext.tools.plan_traffic import Traffic, direct, forwarded, relayed, sites_of, size
+from vllm_refit_ext.tools.plan_traffic import Traffic, direct, forwarded, hosts_of, relayed, size
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 
@@ -68,7 +68,7 @@ def test_a_report_adds_up():
     assert found.unread == ["c", "d"]
 
 
-def test_what_travels_as_mxfp8_counts_with_its_scales():
+def test_what_is_sent_as_mxfp8_counts_with_its_scales():
     assert report(coded=True).nbytes == 128 * 33 // 32 + 64
 
 
@@ -209,7 +209,7 @@ def test_bench_speaks_the_words_of_a_recipe(monkeypatch, capsys):
     assert given.copy_bytes_per_second is not None
 
 
-def test_a_plan_is_told_the_slowest_of_equal_links():
+def test_a_plan_is_reported_the_slowest_of_equal_links():
     from vllm_refit_ext.tools.bench import Measured, Speed
 
     speeds = [Speed("host_bytes_per_second", f"GPU 0 to GPU {i}", 1, 1.0, rate) for i, rate in enumerate((3e11, 1e11, 2e11))]
@@ -252,7 +252,7 @@ def test_what_a_host_needs_twice_crosses_to_it_once_in_the_plans_seconds():
     rows = [Placement("a", rank, (0, 0), (4, 32), 0, (64, 2)) for rank in (0, 1)]
     plan = build_plan(manifest, Placements.from_rows(table[:1], rows[:1]), Placements.from_rows(table, rows))
     place = ((0,), (8, 9))
-    found = forwarded(plan, sites_of(place, 8), place, 8, 1 << 20, lambda p: p.nbytes)
+    found = forwarded(plan, hosts_of(place, 8), place, 8, 1 << 20, lambda p: p.nbytes)
     rows_of = sorted(zip(found.source.tolist(), found.target.tolist(), found.nbytes.tolist(), strict=True))
     across = [row for row in rows_of if row[0] == 0]
     within = [row for row in rows_of if row[0] != 0]
@@ -260,7 +260,7 @@ def test_what_a_host_needs_twice_crosses_to_it_once_in_the_plans_seconds():
     assert sum(n for _, _, n in within) == 256
     assert {(s, t) for s, t, _ in within} <= {(8, 9), (9, 8)}
     apart = ((0,), (8, 16))
-    found = forwarded(plan, sites_of(apart, 8), apart, 8, 1 << 20, lambda p: p.nbytes)
+    found = forwarded(plan, hosts_of(apart, 8), apart, 8, 1 << 20, lambda p: p.nbytes)
     assert sorted(zip(found.source.tolist(), found.target.tolist(), found.nbytes.tolist(), strict=True)) == [
         (0, 8, 256),
         (0, 16, 256),
@@ -270,7 +270,7 @@ def test_what_a_host_needs_twice_crosses_to_it_once_in_the_plans_seconds():
 def test_a_relay_is_two_hops_in_the_plans_seconds():
     """Trainer rank 0 and engine rank 0 on one host, trainer rank 1 on another: what it holds passes rank 0's GPU."""
     place = ((0, 8), (0,))
-    found = relayed([Edge(0, 0, 100, 1), Edge(1, 0, 40, 1)], sites_of(place, 8), place, 8)
+    found = relayed([Edge(0, 0, 100, 1), Edge(1, 0, 40, 1)], hosts_of(place, 8), place, 8)
     assert sorted(zip(found.source.tolist(), found.target.tolist(), found.nbytes.tolist(), strict=True)) == [
         (0, 0, 140),
         (8, 0, 40),

@@ -174,26 +174,26 @@ def test_a_front_returns_the_replies_of_every_replica():
         frontend.wrap_client(SimpleNamespace(DPLBAsyncMPClient=type("Other", (), {})))
 
 
-HELD = [{"a": "01", "b": "02"}, {"c": "03"}]
+STORED = [{"a": "01", "b": "02"}, {"c": "03"}]
 
 
 @pytest.mark.parametrize(
     ("digests", "said"),
     [
-        ({0: HELD[0], 1: HELD[1]}, "no digests were given for it"),
-        ({"0": HELD[0]}, "no digests were given for it"),
+        ({0: STORED[0], 1: STORED[1]}, "no digests were given for it"),
+        ({"0": STORED[0]}, "no digests were given for it"),
         ({}, "no digests were given for it"),
-        ({"0": HELD[0], "1": HELD[1], "2": {}}, "rank that the engine does not have"),
-        ({"0": {"a": "01"}, "1": HELD[1]}, r"1 tensor\(s\) were not compared: its digest was not given"),
-        ({"0": HELD[0] | {"d": "04"}, "1": HELD[1]}, "holds no such tensor"),
-        ({"0": HELD[0] | {"b": "00"}, "1": HELD[1]}, "1 tensor.s. differ, the first is 'b'"),
+        ({"0": STORED[0], "1": STORED[1], "2": {}}, "rank that the engine does not have"),
+        ({"0": {"a": "01"}, "1": STORED[1]}, r"1 tensor\(s\) were not compared: its digest was not given"),
+        ({"0": STORED[0] | {"d": "04"}, "1": STORED[1]}, "holds no such tensor"),
+        ({"0": STORED[0] | {"b": "00"}, "1": STORED[1]}, "1 tensor.s. differ, the first is 'b'"),
     ],
 )
 def test_less_than_everything_is_no_comparison(digests, said):
-    client = FunctionClient(lambda *_: [to_rpc(VerifyReply(rank=r, digests=d)) for r, d in enumerate(HELD)])
+    client = FunctionClient(lambda *_: [to_rpc(VerifyReply(rank=r, digests=d)) for r, d in enumerate(STORED)])
     with pytest.raises(VerifyError, match=said):
         client.verify(digests)
-    assert len(client.verify({str(r): d for r, d in enumerate(HELD)})) == 2
+    assert len(client.verify({str(r): d for r, d in enumerate(STORED)})) == 2
 
 
 def test_an_update_returns_every_ranks_report():

@@ -1,5 +1,5 @@
-"""Forwarding on wire `collective`: one copy of a box crosses to a site, every rank gets its own plan and nothing else, and no two
-ranks wait for each other, whatever the geometry, the sites and the bucket.
+"""Forwarding on wire `collective`: one copy of a box crosses to a host, every rank gets its own plan and nothing else, and no two
+ranks wait for each other, whatever the geometry, the hosts and the bucket.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.geometry import Case, sources_and_engines
-from tests.support.rendezvous import by_rank, own_schedule, run_travel
+from tests.support.rendezvous import by_rank, own_schedule, run_transfer
 from tests.support.traffic import traffic
 from vllm_refit_ext.core.errors import PlanError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.wires.collective_forward import schedules
 from vllm_refit_ext.wires.collective_move import RoundBuffers
@@ -34,33 +34,33 @@ MANY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthChe
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Case, Plan, list[torch.Tensor], Sites, int]:
+def cases(draw: st.DrawFn) -> tuple[Case, Plan, list[torch.Tensor], Hosts, int]:
     case = draw(sources_and_engines())
     trainers = 1 + max(b.rank for b in case.source.buffers)
     names = st.sampled_from(["a", "b", "c"])
-    apart = draw(st.booleans())  # often no trainer is on a site of an engine
-    sites = Sites(
+    apart = draw(st.booleans())  # often no trainer is on a host of an engine
+    hosts = Hosts(
         ["t"] * trainers if apart else [draw(names) for _ in range(trainers)], [draw(names) for _ in range(case.target_ranks)]
     )
     plan, sources = by_rank(
         build_plan(case.manifest, case.sources, case.targets), [torch.from_numpy(c.copy()) for c in case.source.contents]
     )
-    return case, plan, sources, sites, draw(st.sampled_from(BUCKETS))
+    return case, plan, sources, hosts, draw(st.sampled_from(BUCKETS))
 
 
-def must_cross(plan: Plan, sites: Sites) -> int:
-    """Bytes that have to cross, element by element: each element that a site needs and that the plan takes from elsewhere for all
+def must_cross(plan: Plan, hosts: Hosts) -> int:
+    """Bytes that have to cross, element by element: each element that a host needs and that the plan takes from elsewhere for all
     of its ranks."""
     crossing = 0
-    for site in set(sites.engines):
+    for host in set(hosts.engines):
         for name in plan.names:
             shape = plan.manifest.tensors[name].shape
             needed, at_home = np.zeros(shape, bool), np.zeros(shape, bool)
             for i in np.flatnonzero(plan.tensor == plan.names.index(name)).tolist():
-                if sites.engines[plan.target_rank[i]] == site:
+                if hosts.engines[plan.target_rank[i]] == host:
                     box = tuple(slice(a, a + n) for a, n in zip(plan.lo[i], plan.extent[i], strict=True))[: len(shape)]
                     needed[box] = True
-                    at_home[box] |= sites.trainers[plan.source_rank[i]] == site
+                    at_home[box] |= hosts.trainers[plan.source_rank[i]] == host
             crossing += 4 * int((needed & ~at_home).sum())
     return crossing
 
@@ -68,33 +68,33 @@ def must_cross(plan: Plan, sites: Sites) -> int:
 @given(cases(), st.sampled_from([1, 2, 16]))
 @FEW
 def test_every_rank_gets_its_plan_and_one_copy_crosses(drawn, operations):
-    case, plan, sources, sites, bucket = drawn
-    trainers = len(sites.trainers)
+    case, plan, sources, hosts, bucket = drawn
+    trainers = len(hosts.trainers)
     memory = [torch.zeros(b.shape) for b in plan.targets]
-    moved = run_travel(plan, sites, sources, {b.name: m for b, m in zip(plan.targets, memory, strict=True)}, bucket, operations)
+    moved = run_transfer(plan, hosts, sources, {b.name: m for b, m in zip(plan.targets, memory, strict=True)}, bucket, operations)
     case.check_targets([m.numpy().view(np.uint8).reshape(-1) for m in memory])
-    everyone = [*sites.trainers, *sites.engines]
+    everyone = [*hosts.trainers, *hosts.engines]
     crossed = sum(n for (a, b), n in moved.items() if everyone[a] != everyone[b])
-    assert crossed == must_cross(plan, sites), "one copy a site, to the byte"
-    for target in range(len(sites.engines)):
+    assert crossed == must_cross(plan, hosts), "one copy a host, to the byte"
+    for target in range(len(hosts.engines)):
         got = sum(n for (_, b), n in moved.items() if b == trainers + target)
         assert got == int(plan.for_target(target).nbytes.sum()), "each rank gets its plan's bytes and no more"
-    told = traffic(plan, sites, bucket)
-    assert told.crossed == crossed
+    report = traffic(plan, hosts, bucket)
+    assert report.crossed == crossed
     for rank in range(trainers):
-        assert told.sent[rank] == sum(n for (a, _), n in moved.items() if a == rank)
-    for rank in range(len(sites.engines)):
-        assert told.landed[rank] == sum(n for (a, b), n in moved.items() if b == trainers + rank and a < trainers)
-        assert told.forwarded[rank] == sum(n for (a, b), n in moved.items() if b == trainers + rank and a >= trainers)
+        assert report.sent[rank] == sum(n for (a, _), n in moved.items() if a == rank)
+    for rank in range(len(hosts.engines)):
+        assert report.landed[rank] == sum(n for (a, b), n in moved.items() if b == trainers + rank and a < trainers)
+        assert report.forwarded[rank] == sum(n for (a, b), n in moved.items() if b == trainers + rank and a >= trainers)
 
 
 @given(cases())
 @MANY
 def test_what_a_rank_finds_is_what_the_trainer_planned_for_it_and_within_bounds(drawn):
-    _, plan, _, sites, bucket = drawn
-    planned, shared = schedules(plan, sites, bucket)
+    _, plan, _, hosts, bucket = drawn
+    planned, shared = schedules(plan, hosts, bucket)
     for rank, want in enumerate(planned):
-        got = own_schedule(plan, rank, sites, bucket, shared)
+        got = own_schedule(plan, rank, hosts, bucket, shared)
         for column in ("number", "offset", "source", "run"):
             assert np.array_equal(getattr(got, column), getattr(want, column))
         assert (got.landing, got.exchange, got.sizes, got.numbers) == (want.landing, want.exchange, want.sizes, want.numbers)
@@ -108,7 +108,7 @@ def test_what_a_rank_finds_is_what_the_trainer_planned_for_it_and_within_bounds(
             covered = sorted((s.at, s.at + s.nbytes) for s in [*spans, *(x for x in got.exchange[number] if not x.gives)])
             assert all(b <= c for (_, b), (c, _) in pairwise(covered)), "nothing lands on anything else"
         if rank not in shared:
-            alone = schedule_alone(rounds(plan.for_target(rank), bucket), len(sites.trainers))
+            alone = schedule_alone(rounds(plan.for_target(rank), bucket), len(hosts.trainers))
             assert (alone.landing, alone.exchange) == (got.landing, got.exchange), "today's path"
 
 
@@ -116,8 +116,8 @@ def test_what_a_rank_finds_is_what_the_trainer_planned_for_it_and_within_bounds(
 @MANY
 def test_messages_start_in_one_order_at_all_ranks(drawn):
     """The argument of `collective_schedule`, on the tables: each rank's list of messages is sorted by one key of all messages."""
-    _, plan, _, sites, bucket = drawn
-    found, trainers = schedules(plan, sites, bucket)[0], len(sites.trainers)
+    _, plan, _, hosts, bucket = drawn
+    found, trainers = schedules(plan, hosts, bucket)[0], len(hosts.trainers)
     sent: dict[tuple[int, int, int], tuple[int, int]] = {}
     got: dict[tuple[int, int, int], tuple[int, int]] = {}
     for rank, schedule in enumerate(found):
@@ -152,17 +152,17 @@ def replicas(trainers: int, engines: int, tensors: int = 24, rows: int = 64) -> 
 def test_egress_and_what_lands_are_even():
     plan, _ = replicas(4, 8)
     whole = 24 * 64 * 16
-    for sites, copies in (
-        (Sites("tttt", "aaaaaaaa"), 1),
-        (Sites("tttt", "aaaabbbb"), 2),
-        (Sites("tttt", "abcdefgh"), 8),
-        (Sites("tttt", "aaaabcdd"), 4),
+    for hosts, copies in (
+        (Hosts("tttt", "aaaaaaaa"), 1),
+        (Hosts("tttt", "aaaabbbb"), 2),
+        (Hosts("tttt", "abcdefgh"), 8),
+        (Hosts("tttt", "aaaabcdd"), 4),
     ):
-        told = traffic(plan, sites, 8 * 1024)
-        assert sum(told.sent) == told.crossed == copies * whole
-        assert max(told.sent) - min(told.sent) <= 1024 * copies, told
-        for site in set(sites.engines):
-            landed = [n for n, s in zip(told.landed, sites.engines, strict=True) if s == site]
+        report = traffic(plan, hosts, 8 * 1024)
+        assert sum(report.sent) == report.crossed == copies * whole
+        assert max(report.sent) - min(report.sent) <= 1024 * copies, report
+        for host in set(hosts.engines):
+            landed = [n for n, s in zip(report.landed, hosts.engines, strict=True) if s == host]
             assert sum(landed) == whole
             assert max(landed) - min(landed) <= 1024
 
@@ -181,26 +181,26 @@ def test_egress_is_even_where_one_trainer_rank_alone_holds_what_comes_last():
 
     plan = build_plan(manifest, side(2, lambda n, r: n[0] in ("d", "ab"[r])), side(2, lambda n, r: True))
     for hosts in ("hh", "gh"):
-        told = traffic(plan, Sites("tt", hosts), 1 << 20)
-        assert told.sent[0] == told.sent[1] == 24 * 1024 * (1 if hosts == "hh" else 2)
+        report = traffic(plan, Hosts("tt", hosts), 1 << 20)
+        assert report.sent[0] == report.sent[1] == 24 * 1024 * (1 if hosts == "hh" else 2)
 
 
 def test_nothing_is_handed_on_where_nothing_crosses():
     plan, _ = replicas(2, 2)
-    for sites in (Sites.single(2, 2), Sites("ab", "cd"), Sites("aa", "aa")):
-        assert schedules(plan, sites, 1024)[1] == {}
+    for hosts in (Hosts.single(2, 2), Hosts("ab", "cd"), Hosts("aa", "aa")):
+        assert schedules(plan, hosts, 1024)[1] == {}
     # Trainer rank 0 is at home: what the plan takes from it for some rank crosses for none.
-    told = traffic(plan, Sites("ab", "aa"), 1024)
-    assert told.crossed == 0
-    assert sum(told.forwarded) > 0
+    report = traffic(plan, Hosts("ab", "aa"), 1024)
+    assert report.crossed == 0
+    assert sum(report.forwarded) > 0
 
 
 def test_a_tensor_larger_than_a_bucket_lands_on_all_ranks():
     plan, _ = replicas(1, 4, tensors=1, rows=4096)
-    told = traffic(plan, Sites("t", "aaaa"), 16 * 1024)
-    assert told.sent == [4096 * 16]
-    assert told.landed == [4096 * 4] * 4
-    assert told.forwarded == [4096 * 12] * 4
+    report = traffic(plan, Hosts("t", "aaaa"), 16 * 1024)
+    assert report.sent == [4096 * 16]
+    assert report.landed == [4096 * 4] * 4
+    assert report.forwarded == [4096 * 12] * 4
 
 
 def test_boxes_for_the_reload_and_in_place_are_shared_apart():
@@ -215,10 +215,10 @@ def test_boxes_for_the_reload_and_in_place_are_shared_apart():
         buffers = [Buffer("a", rank, "float32", (8,), "checkpoint" if rank < 2 else "plain"), Buffer("b", rank, "float32", (8,))]
         targets.append(Placements.from_rows(buffers, [Placement(n, i, (0,), (8,), 0, (4,)) for i, n in enumerate("ab")]))
     plan = build_plan(manifest, table, concatenate(targets))
-    sites = Sites("t", "hhhh")
-    assert traffic(plan, sites, 1024).sent == [32 + 32 + 32]
+    hosts = Hosts("t", "hhhh")
+    assert traffic(plan, hosts, 1024).sent == [32 + 32 + 32]
     for rank in range(4):
-        schedule = own_schedule(plan, rank, sites, 1024, schedules(plan, sites, 1024)[1])
+        schedule = own_schedule(plan, rank, hosts, 1024, schedules(plan, hosts, 1024)[1])
         assert (schedule.kept, schedule.reloads) == (0, 1 if rank < 2 else 0)
         first = {schedule.plan.names[t] for t in schedule.plan.tensor[schedule.number == 0].tolist()}
         assert first == ({"a"} if rank < 2 else {"a", "b"})
@@ -236,8 +236,8 @@ def test_boxes_with_blocks_are_not_cut_to_be_shared(layout, copies):
         row = Placement("w", 0, (0, a), (2, b), 0, (4 * (b - a), 4))
         targets.append(Placements.from_rows([Buffer("w", rank, "float32", (2, b - a), layout)], [row]))
     plan = build_plan(manifest, table, concatenate(targets))
-    assert traffic(plan, Sites("t", "hhhhh"), 1 << 20).sent == [copies * 512], "equal boxes are shared in any layout"
-    for rank, schedule in enumerate(schedules(plan, Sites("t", "hhhhh"), 1 << 20)[0]):
+    assert traffic(plan, Hosts("t", "hhhhh"), 1 << 20).sent == [copies * 512], "equal boxes are shared in any layout"
+    for rank, schedule in enumerate(schedules(plan, Hosts("t", "hhhhh"), 1 << 20)[0]):
         assert len(schedule.plan) == (2 if rank == 0 and copies == 1 else 1)
 
 
@@ -276,16 +276,16 @@ def test_mixed_widths_and_kept_scales_arrive():
         b.name.partition(" ")[0]
         for b in build_plan(manifest, side(2, lambda rank, i: i % 2 == rank), side(3, lambda r, i: True)).targets
     ]
-    sites = Sites("tt", "hhx")
+    hosts = Hosts("tt", "hhx")
     for bucket in (64, 100, 4096):
         memory = {b.name: torch.zeros(b.shape, dtype=getattr(torch, b.dtype)) for b in plan.targets}
-        moved = run_travel(plan, sites, sources, memory, bucket)
+        moved = run_transfer(plan, hosts, sources, memory, bucket)
         for buffer, name in zip(plan.targets, names, strict=True):
             assert torch.equal(memory[buffer.name].view(torch.uint8), contents[name].view(torch.uint8)), (name, bucket)
         whole = sum(t.nbytes for t in contents.values())
         assert sum(n for (a, b), n in moved.items() if a < 2 and b < 4) == whole, "one copy to the host of two"
         assert sum(n for (a, b), n in moved.items() if b == 4) == whole
-        schedule = own_schedule(plan, 0, sites, bucket, schedules(plan, sites, bucket)[1])
+        schedule = own_schedule(plan, 0, hosts, bucket, schedules(plan, hosts, bucket)[1])
         assert schedule.kept == 1
         reader = RoundBuffers(schedule, torch.device("cpu"))
         for step in reader.steps:
@@ -296,7 +296,7 @@ def test_mixed_widths_and_kept_scales_arrive():
 def table_of(rank: int = 0) -> tuple[Plan, Table]:
     """A rank's own plan and its table, as it comes: two engine ranks of one host share everything, in several rounds."""
     joint, manifest = replicas(1, 2, tensors=3)
-    shared = schedules(joint, Sites("t", "hh"), 1024)[1][rank]
+    shared = schedules(joint, Hosts("t", "hh"), 1024)[1][rank]
     mine = build_plan(
         manifest,
         Placements.from_rows(

@@ -13,9 +13,9 @@ import pytest
 from examples.support.launch import run_ranks
 from tests.support.collective_ranks import Rank, tables
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, SessionError, WireError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.plan import build_plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import collective
 
@@ -55,13 +55,13 @@ def test_refits_are_exact_and_carry_the_plans_bytes(tmp_path, bucket):
             assert got == {s: n for (s, t), n in want.items() if t == target}
 
 
-HOSTS = Sites("tt", "hhx")
+HOSTS = Hosts("tt", "hhx")
 """Engine ranks 0 and 1 are on one host and need the same; rank 2 is alone on its host and needs it too."""
 WHOLE = 24 * 10 * 4 + 7 * 2
 
 
 def forwards(folder: str, bucket: int) -> list[tuple[dict[int, int], dict[int, int]]]:
-    me = Rank(folder, _me(), bucket, engines=3, sites=HOSTS)
+    me = Rank(folder, _me(), bucket, engines=3, hosts=HOSTS)
     out = [(me.refit(f"s{i}", i), me.forwarded) for i in range(3)]
     if me.is_trainer:
         me.sender.close()
@@ -87,7 +87,7 @@ def test_one_copy_crosses_to_a_host_and_is_handed_on_there(tmp_path, bucket):
 
 def spoilt(folder: str, how: str) -> list[tuple[str, str, float]]:
     """The table of engine rank 1 is not there, or is that of rank 0: refused before it meets the others; then all is well."""
-    me = Rank(folder, _me(), engines=3, sites=HOSTS)
+    me = Rank(folder, _me(), engines=3, hosts=HOSTS)
     out = []
     if me.rank == 0:
         key = f"forward/{msgspec.msgpack.decode(me.sender.begin(me.tensors))['forwarding']}"
@@ -118,10 +118,10 @@ def spoilt(folder: str, how: str) -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize(("how", "kind", "text"), [("absent", "WireError", "lacks"), ("foreign", "PlanError", "another rank")])
 def test_a_rank_refuses_a_table_that_is_not_its_own(tmp_path, how, kind, text):
-    told = [r[0] for r in run(spoilt, tmp_path, how, ranks=5)]
-    assert told[3][0] == kind
-    assert text in told[3][1]
-    assert {t[:2] for i, t in enumerate(told) if i != 3} == {("SessionError", "engine 1: an engine refused")}
+    report = [r[0] for r in run(spoilt, tmp_path, how, ranks=5)]
+    assert report[3][0] == kind
+    assert text in report[3][1]
+    assert {t[:2] for i, t in enumerate(report) if i != 3} == {("SessionError", "engine 1: an engine refused")}
 
 
 def refused(folder: str) -> list[tuple[str, str, float]]:
@@ -146,10 +146,10 @@ def refused(folder: str) -> list[tuple[str, str, float]]:
 
 def test_a_refusal_stops_everyone_at_once_with_its_own_words(tmp_path):
     results = run(refused, tmp_path)
-    told = [r[0] for i, r in enumerate(results) if i != 3]
-    assert {kind for kind, _, _ in told} == {"SessionError"}
-    assert {text for _, text, _ in told} == {"engine 1: not prepared"}
-    assert all(seconds < 15 for _, _, seconds in told)
+    report = [r[0] for i, r in enumerate(results) if i != 3]
+    assert {kind for kind, _, _ in report} == {"SessionError"}
+    assert {text for _, text, _ in report} == {"engine 1: not prepared"}
+    assert all(seconds < 15 for _, _, seconds in report)
 
 
 def loses_one(folder: str, how: str) -> list[tuple[str, str, float]]:
@@ -203,11 +203,11 @@ def absent(folder: str, stalled: int) -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize("stalled", [0, 1, 3])
 def test_a_rank_that_comes_too_late_is_named_on_every_rank(tmp_path, stalled):
-    told = [r[0] for r in run(absent, tmp_path, stalled)]
+    report = [r[0] for r in run(absent, tmp_path, stalled)]
     name = ["trainer rank 0", "trainer rank 1", "engine rank 0", "engine rank 1"][stalled]
-    assert len({(kind, text) for kind, text, _ in told}) == 1, told
-    assert told[0][0] == "DeadlineError"
-    assert name in told[0][1]
+    assert len({(kind, text) for kind, text, _ in report}) == 1, report
+    assert report[0][0] == "DeadlineError"
+    assert name in report[0][1]
 
 
 def restarted(folder: str) -> int:
@@ -229,7 +229,7 @@ def test_a_restarted_side_is_taken_in_again(tmp_path):
 
 
 def killed(folder: str, victim: int, when: str, shared: bool) -> tuple[str, str, float] | None:
-    me = Rank(folder, _me(), 64, sites=Sites("tt", "hh")) if shared else Rank(folder, _me(), 8)
+    me = Rank(folder, _me(), 64, hosts=Hosts("tt", "hh")) if shared else Rank(folder, _me(), 8)
     me.refit("a", 0)
     die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     if me.rank == victim:
@@ -262,7 +262,7 @@ def test_a_killed_rank_fails_the_others_by_the_deadline(tmp_path, victim, when, 
 
 def stopped(folder: str, shared: bool) -> tuple[str, str, float]:
     """Rank 3 is stopped, not dead, after all have met; it goes on when the others have failed."""
-    me = Rank(folder, _me(), 64, sites=Sites("tt", "hh")) if shared else Rank(folder, _me(), 8)
+    me = Rank(folder, _me(), 64, hosts=Hosts("tt", "hh")) if shared else Rank(folder, _me(), 8)
     me.refit("a", 0)
     if me.rank == 3:
         child = os.getpid()
@@ -289,7 +289,7 @@ def test_a_stopped_rank_fails_everyone_and_the_next_refit_works(tmp_path, shared
 def test_messages_are_checked_before_anything_is_opened():
     manifest, sources, targets = tables()
     plan = build_plan(manifest, sources, targets[1])
-    told = collective.CollectiveInfo(host="127.0.0.1", port=9, backend="gloo", trainers=2, engines=2, bucket_bytes=64)
+    report = collective.CollectiveInfo(host="127.0.0.1", port=9, backend="gloo", trainers=2, engines=2, bucket_bytes=64)
     with pytest.raises(ConfigError, match="needs the field collective"):
         collective.open_reader(UpdateInfo(wire="collective", version="v", session="s"), plan, {})
     for bad, text in (
@@ -297,7 +297,7 @@ def test_messages_are_checked_before_anything_is_opened():
         ({"trainers": 1}, "more trainer ranks"),
         ({"bucket_bytes": 1}, "at least 8"),
     ):
-        info = msgspec.structs.replace(told, **bad)
+        info = msgspec.structs.replace(report, **bad)
         with pytest.raises(ConfigError, match=text):
             collective.open_reader(UpdateInfo(wire="collective", version="v", session="s", collective=info), plan, {})
 
@@ -305,9 +305,9 @@ def test_messages_are_checked_before_anything_is_opened():
 def test_a_store_that_is_not_there_is_named():
     manifest, sources, targets = tables()
     plan = build_plan(manifest, sources, targets[1])
-    told = collective.CollectiveInfo(host="127.0.0.1", port=9, backend="gloo", trainers=2, engines=2, bucket_bytes=64)
+    report = collective.CollectiveInfo(host="127.0.0.1", port=9, backend="gloo", trainers=2, engines=2, bucket_bytes=64)
     with pytest.raises((WireError, DeadlineError), match=r"127\.0\.0\.1:9"):
-        collective.open_reader(UpdateInfo(wire="collective", version="v", session="s", collective=told, deadline_s=3), plan, {})
+        collective.open_reader(UpdateInfo(wire="collective", version="v", session="s", collective=report, deadline_s=3), plan, {})
 
 
 def test_the_store_is_served_on_the_address_and_port_that_were_taken(monkeypatch):

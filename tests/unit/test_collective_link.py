@@ -14,25 +14,25 @@ import torch
 from tests.support.wire_refit import refit
 from tests.unit.test_ring_relay import crossed
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, WireError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import UpdateInfo
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires import collective, collective_group
 
-SITES = Sites("a", "a")
+HOSTS = Hosts("a", "a")
 
 
-def update_of(told: Any, session: str = "s", deadline_s: float = 3.0) -> UpdateInfo:
-    return UpdateInfo(wire="collective", version="v", session=session, deadline_s=deadline_s, collective=told)
+def update_of(report: Any, session: str = "s", deadline_s: float = 3.0) -> UpdateInfo:
+    return UpdateInfo(wire="collective", version="v", session=session, deadline_s=deadline_s, collective=report)
 
 
 def test_a_message_that_the_trainer_did_not_make_is_refused_and_changes_nothing():
     plan, tensors, whole = crossed(1, 1)
-    sender = collective.open_sender(0, collective.shares(plan, SITES, 256)[0], tensors)
+    sender = collective.open_sender(0, collective.send_tables(plan, HOSTS, 256)[0], tensors)
     kept: dict[str, Any] = {}
     try:
         refit("collective", sender, plan, tensors, kept, "one")
         held, group = kept["collective"], kept["collective"].link.group
-        told = held.info
+        report = held.info
         for change in (
             {"host": ""},
             {"bucket_bytes": 128},
@@ -45,7 +45,7 @@ def test_a_message_that_the_trainer_did_not_make_is_refused_and_changes_nothing(
             {"host": "127.0.0.2"},
         ):
             with pytest.raises((WireError, ConfigError, DeadlineError)):
-                collective.open_reader(update_of(msgspec.structs.replace(told, **change)), plan, kept)
+                collective.open_reader(update_of(msgspec.structs.replace(report, **change)), plan, kept)
             assert kept["collective"] is held
             assert held.link.group is group
         for t in tensors:
@@ -61,7 +61,7 @@ def test_a_message_that_the_trainer_did_not_make_is_refused_and_changes_nothing(
 def test_a_step_in_place_is_what_the_next_refit_sends():
     """Also after a refit that was refused because a parameter's strides had changed."""
     plan, tensors, whole = crossed(1, 1)
-    sender = collective.open_sender(0, collective.shares(plan, SITES, 256)[0], tensors)
+    sender = collective.open_sender(0, collective.send_tables(plan, HOSTS, 256)[0], tensors)
     kept: dict[str, Any] = {}
     try:
         refit("collective", sender, plan, tensors, kept, "one")

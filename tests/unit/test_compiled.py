@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import CHOOSES, compiled
 
 
-def test_torch_is_told_where() -> None:
+def test_torch_is_reported_where() -> None:
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 

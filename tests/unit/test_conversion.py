@@ -14,7 +14,7 @@ from transformers import core_model_loading as ops
 
 from tests.support import conversions
 from vllm_refit_ext.core.errors import ConfigError
-from vllm_refit_ext.sender.conversion import Conversion, Held, Whole, place, record
+from vllm_refit_ext.sender.conversion import Conversion, LocalTensor, Whole, place, record
 from vllm_refit_ext.sender.geometry import Cut, shards
 
 
@@ -35,7 +35,7 @@ def refill(
                 continue
             index = [np.unique([i for b in boxes for i in range(b.lo[d], b.hi[d])]) for d in range(whole.ndim)]
             local = whole.numpy()[np.ix_(*index)] if whole.ndim else whole.numpy()
-            held.append(Held(name, local.shape, boxes))
+            held.append(LocalTensor(name, local.shape, boxes))
             memory.append(torch.from_numpy(np.ascontiguousarray(local)).reshape(-1))
         for row in place(conversion, held).rows():
             depth = made[row.tensor].ndim

@@ -193,11 +193,11 @@ def test_ptrace_scope(tmp_path, scope):
     assert bad(host.check_isolation(tmp_path)) == ({} if scope in ("", "0") else {"ptrace scope": "warn"})
 
 
-@pytest.mark.parametrize(("name", "told"), [("pid:[4026531836]", "the machine itself"), ("pid:[4026532999]", "a container")])
-def test_process_namespace(tmp_path, name, told):
+@pytest.mark.parametrize(("name", "report"), [("pid:[4026531836]", "the machine itself"), ("pid:[4026532999]", "a container")])
+def test_process_namespace(tmp_path, name, report):
     (tmp_path / "self" / "ns").mkdir(parents=True)
     (tmp_path / "self" / "ns" / "pid").symlink_to(name)
-    assert f"{name}, {told}" in [finding.got for finding in host.check_isolation(tmp_path)]
+    assert f"{name}, {report}" in [finding.got for finding in host.check_isolation(tmp_path)]
 
 
 def test_no_proc(tmp_path):
@@ -253,9 +253,9 @@ def test_the_probe_answers_in_json_with_or_without_a_driver():
 def test_a_probe_that_fails_is_an_error_text(monkeypatch, tmp_path):
     script = tmp_path / "probe.py"
     monkeypatch.setattr(probe, "__file__", str(script))
-    for text, told in (("raise SystemExit(3)", "exit status 3"), ("1/0", "ZeroDivisionError"), ("print('[1]')", "[1]")):
+    for text, report in (("raise SystemExit(3)", "exit status 3"), ("1/0", "ZeroDivisionError"), ("print('[1]')", "[1]")):
         script.write_text(text)
-        assert told in probe.ask("facts")["error"]
+        assert report in probe.ask("facts")["error"]
     monkeypatch.setattr(probe, "WAIT_SECONDS", 0.5)
     script.write_text("import time; time.sleep(60)")
     assert "no answer" in probe.ask("facts")["error"]

@@ -75,7 +75,7 @@ def test_flattened_parameters_are_refused_by_name() -> None:
         DTensorSource(nn.Sequential(flat))
 
 
-def test_tied_tensors_travel_once() -> None:
+def test_tied_tensors_are_sent_once() -> None:
     model = nn.Module()
     model.embed, model.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
     model.head.weight = model.embed.weight

@@ -1,4 +1,4 @@
-"""Wire `ipc` without a GPU: what is told, kept, found stale and closed. CUDA's calls are stood in for by memory of this
+"""Wire `ipc` without a GPU: what is sent, kept, found stale and closed. CUDA's calls are stood in for by memory of this
 process."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from vllm_refit_ext.core.errors import WireError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import IpcRank, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import build_plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires import cuda_ipc, ipc
 
 GPU = "GPU-0"
@@ -80,22 +80,22 @@ def tensors():
 
 
 def senders(plan):
-    shares = ipc.shares(plan, Sites.single(2, 1))
+    shares = ipc.send_tables(plan, Hosts.single(2, 1))
     return [ipc.open_sender(rank, share, []) for rank, share in enumerate(shares)]
 
 
 def begin(both, held, monkeypatch):
     monkeypatch.setattr(cuda_ipc, "process", lambda: "trainer")
-    told = ipc.info([s.begin([t]) for s, t in zip(both, held, strict=True)])
+    report = ipc.info([s.begin([t]) for s, t in zip(both, held, strict=True)])
     monkeypatch.setattr(cuda_ipc, "process", lambda: "engine")
-    return told
+    return report
 
 
-def reader(told, plan, maps):
-    return ipc.IpcReader(told, plan, maps, torch.device("cpu"))
+def reader(report, plan, maps):
+    return ipc.IpcReader(report, plan, maps, torch.device("cpu"))
 
 
-def test_handles_travel_once_and_again_when_memory_moves(device, plan, monkeypatch):
+def test_handles_are_sent_once_and_again_when_memory_moves(device, plan, monkeypatch):
     """The second refit sends no handles; a moved tensor of one rank sends that rank's alone; a failure sends them all."""
     both, held, maps = senders(plan), tensors(), ipc.Maps()
     for s in both:
@@ -182,8 +182,8 @@ def test_a_message_that_was_refused_changes_nothing_that_is_kept(device, plan, m
     first = begin(both, held, monkeypatch)
     reader(first, plan, maps).close()
     opened = sorted(device.opened)
-    told = begin(both, held, monkeypatch)
-    one = told.ranks[1]
+    report = begin(both, held, monkeypatch)
+    one = report.ranks[1]
     spoilt = msgspec.msgpack.decode(first.ranks[1].export, type=ipc.Export)
     for change in (
         {"nonce": one.nonce + 1},
@@ -197,19 +197,19 @@ def test_a_message_that_was_refused_changes_nothing_that_is_kept(device, plan, m
         {"epoch": "o", "export": msgspec.msgpack.encode(msgspec.structs.replace(spoilt, sizes=spoilt.allocation))},
     ):
         with pytest.raises(WireError):
-            reader(msgspec.structs.replace(told, ranks=[told.ranks[0], msgspec.structs.replace(one, **change)]), plan, maps)
+            reader(msgspec.structs.replace(report, ranks=[report.ranks[0], msgspec.structs.replace(one, **change)]), plan, maps)
         assert sorted(device.opened) == opened
-    reader(told, plan, maps).close()
+    reader(report, plan, maps).close()
     assert sorted(device.opened) == opened
 
 
 def test_a_trainer_that_is_gone(device, plan, monkeypatch):
     """Its handles can't be opened: the rank is named, what had been opened is closed."""
     both, held, maps = senders(plan), tensors(), ipc.Maps()
-    told = begin(both, held, monkeypatch)
+    report = begin(both, held, monkeypatch)
     device.gone.add(held[1].data_ptr().to_bytes(8, "little") * 8)
     with pytest.raises(WireError, match="trainer rank 1"):
-        reader(told, plan, maps)
+        reader(report, plan, maps)
     assert device.opened == []
 
 
@@ -219,17 +219,17 @@ def test_a_trainer_that_is_gone(device, plan, monkeypatch):
 )
 def test_messages_that_do_not_fit(device, plan, monkeypatch, change, text):
     """Each is refused by name before anything is written."""
-    told = begin(senders(plan), tensors(), monkeypatch)
-    ranks: list[IpcRank] = [msgspec.structs.replace(told.ranks[0], **change), told.ranks[1]]
+    report = begin(senders(plan), tensors(), monkeypatch)
+    ranks: list[IpcRank] = [msgspec.structs.replace(report.ranks[0], **change), report.ranks[1]]
     with pytest.raises(WireError, match=text):
-        reader(msgspec.structs.replace(told, ranks=ranks), plan, ipc.Maps())
+        reader(msgspec.structs.replace(report, ranks=ranks), plan, ipc.Maps())
 
 
 def test_one_process_reads_its_own_memory(device, plan, monkeypatch):
     """A handle can't be opened where it was made; the addresses are good there as they are."""
     both, held = senders(plan), tensors()
-    told = ipc.info([s.begin([t]) for s, t in zip(both, held, strict=True)])
-    one = reader(told, plan, ipc.Maps())
+    report = ipc.info([s.begin([t]) for s, t in zip(both, held, strict=True)])
+    one = reader(report, plan, ipc.Maps())
     assert [one.address(i) for i in range(2)] == [t.data_ptr() for t in held]
     assert device.opened == []
 

@@ -1,4 +1,4 @@
-"""The table writer into every layout, byte for byte against the reference: BF16 quantised on the way, and MXFP8 as it travels."""
+"""The table writer into every layout, byte for byte against the reference: BF16 quantised on the way, and MXFP8 as it is sent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from vllm_refit_ext.core.coded import PLAIN, SCALE_OF, Coding
 from vllm_refit_ext.core.errors import LayoutError
-from vllm_refit_ext.core.layouts import Held, held_for, layout_of, to_kernel
+from vllm_refit_ext.core.layouts import Stored, layout_of, stored_for, to_kernel
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.mxfp8 import quantize
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.engine.held import HeldParam
+from vllm_refit_ext.engine.stored import StoredParam
 from vllm_refit_ext.receiver import kernel_writer
 from vllm_refit_ext.receiver.kernel_moves import kernel_moves
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
@@ -75,12 +75,12 @@ def experts_plan(coded: bool, coding: Coding, cuts: int = 1):
     return plan, sources, whole
 
 
-def engine_param(coding: Coding, twins: int = 1) -> HeldParam:
-    held = held_for(coding.layout, 2 * INNER, HIDDEN, gated=coding.layout == "trtllm_moe")
+def engine_param(coding: Coding, copies: int = 1) -> StoredParam:
+    stored = stored_for(coding.layout, 2 * INNER, HIDDEN, gated=coding.layout == "trtllm_moe")
     form = layout_of(coding.layout)
-    values = torch.zeros((E, *form.value_shape(held)), dtype=torch.uint8)
-    scales = [torch.full((E, *form.scale_shape(held)), 9 * i, dtype=torch.uint8) for i in range(twins)]
-    return HeldParam(coding, (E, 2 * INNER, HIDDEN), held, values, scales)
+    values = torch.zeros((E, *form.value_shape(stored)), dtype=torch.uint8)
+    scales = [torch.full((E, *form.scale_shape(stored)), 9 * i, dtype=torch.uint8) for i in range(copies)]
+    return StoredParam(coding, (E, 2 * INNER, HIDDEN), stored, values, scales)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -91,7 +91,7 @@ def test_experts_equal_the_reference(layout, rule, coded, cuts):
     """Values and both copies of the scales, whatever the cut; what is read back is what was sent."""
     coding = Coding(layout, rule)
     plan, sources, whole = experts_plan(coded, coding, cuts)
-    one = engine_param(coding, twins=2)
+    one = engine_param(coding, copies=2)
     writer = KernelWriter(plan, {}, {"m.w13_weight": one}, torch.device("cpu"))
     for _ in range(2):
         writer.write(Memory(sources))
@@ -101,8 +101,8 @@ def test_experts_equal_the_reference(layout, rule, coded, cuts):
     ]
     values, scales = to_kernel(layout, *fused, gated=layout == "trtllm_moe")
     assert np.array_equal(one.values.numpy(), values)
-    for held in one.scales:
-        assert np.array_equal(held.numpy(), scales)
+    for stored in one.scales:
+        assert np.array_equal(stored.numpy(), scales)
     for move in range(len(writer.plan)):
         content = writer.content(move)
         if content is not None:
@@ -112,17 +112,19 @@ def test_experts_equal_the_reference(layout, rule, coded, cuts):
             assert torch.equal(content[1], whole[name][2][lo : lo + rows])
 
 
-def single(shape, source: torch.Tensor, box: Placement, coding: Coding, held: Held, spec: TensorSpec) -> tuple[Plan, HeldParam]:
+def single(
+    shape, source: torch.Tensor, box: Placement, coding: Coding, stored: Stored, spec: TensorSpec
+) -> tuple[Plan, StoredParam]:
     """One tensor into one linear."""
     buffer = Buffer("s", 0, str(source.dtype).removeprefix("torch."), tuple(source.shape))
     strides = tuple(s * source.element_size() for s in source.stride())
     sources = Placements.from_rows([buffer], [Placement("w", 0, (0, 0), spec.shape, 0, strides)])
     targets = Placements.from_rows([Buffer("m.weight", 0, spec.dtype, shape, str(coding))], [box])
     form = layout_of(coding.layout)
-    values = torch.zeros(form.value_shape(held), dtype=torch.uint8)
-    scales = torch.zeros(form.scale_shape(held), dtype=torch.uint8)
+    values = torch.zeros(form.value_shape(stored), dtype=torch.uint8)
+    scales = torch.zeros(form.scale_shape(stored), dtype=torch.uint8)
     plan = build_plan(Manifest({"w": spec}), sources, targets)
-    return plan, HeldParam(coding, shape, held, values, [scales])
+    return plan, StoredParam(coding, shape, stored, values, [scales])
 
 
 @pytest.mark.parametrize(("n", "k", "rows", "cols"), [(8, 256, 64, 256), (96, 96, 128, 128), (64, 160, 64, 256)])
@@ -131,10 +133,10 @@ def test_marlin_pads(n, k, rows, cols):
     x = torch.randn(n, k).bfloat16()
     coding = Coding("marlin", "floor")
     box = Placement("w", 0, (0, 0), (n, k), 0, (2 * k, 2))
-    plan, one = single((n, k), x, box, coding, Held(rows, cols), TensorSpec((n, k), "bfloat16"))
+    plan, one = single((n, k), x, box, coding, Stored(rows, cols), TensorSpec((n, k), "bfloat16"))
     KernelWriter(plan, {}, {"m.weight": one}, torch.device("cpu")).write(Memory([x]))
     codes, scales = quantize(x.float().numpy(), "floor")
-    values, wanted = to_kernel("marlin", codes, scales, held=(rows, cols))
+    values, wanted = to_kernel("marlin", codes, scales, stored=(rows, cols))
     assert np.array_equal(one.values.numpy(), values)
     assert np.array_equal(one.scales[0].numpy(), wanted)
 
@@ -145,7 +147,7 @@ def test_a_transposed_checkpoint_tensor():
     x = torch.randn(k, n).bfloat16()
     coding = Coding("plain", "ceil")
     box = Placement("w", 0, (0, 0), (k, n), 0, (2, 2 * k))
-    plan, one = single((n, k), x, box, coding, Held(n, k), TensorSpec((k, n), "bfloat16"))
+    plan, one = single((n, k), x, box, coding, Stored(n, k), TensorSpec((k, n), "bfloat16"))
     KernelWriter(plan, {}, {"m.weight": one}, torch.device("cpu")).write(Memory([x]))
     codes, scales = quantize(np.ascontiguousarray(x.float().numpy().T))
     assert np.array_equal(one.values.numpy(), codes)
@@ -162,8 +164,8 @@ def test_a_cut_inside_a_block_is_named_beforehand():
     sources = Placements.from_rows([Buffer("s", 0, "bfloat16", (n, k))], [Placement("w", 0, (0, 0), (n, k), 0, (2 * k, 2))])
     targets = Placements.from_rows([Buffer("m.weight", 0, "bfloat16", (n, k), str(coding))], [half, rest])
     plan = build_plan(Manifest({"w": TensorSpec((n, k), "bfloat16")}), sources, targets)
-    held = Held(n, k)
-    one = HeldParam(coding, (n, k), held, torch.zeros(n, k, dtype=torch.uint8), [torch.zeros(n, k // 32, dtype=torch.uint8)])
+    stored = Stored(n, k)
+    one = StoredParam(coding, (n, k), stored, torch.zeros(n, k, dtype=torch.uint8), [torch.zeros(n, k // 32, dtype=torch.uint8)])
     assert "32" in str(kernel_moves(plan, {"m.weight": one}).unfit["w"])
     with pytest.raises(LayoutError, match="32"):
         KernelWriter(plan, {}, {"m.weight": one}, torch.device("cpu"))
@@ -228,18 +230,18 @@ def test_moves_of_a_plan_are_those_of_its_moves_one_by_one(coded):
     """All at once or each alone with its scales: the same table, whatever stands beside a move."""
     coding = Coding("trtllm_moe", "ceil")
     plan, _, _ = experts_plan(coded, coding, 3)
-    held = {"m.w13_weight": engine_param(coding, twins=2)}
-    together = kernel_moves(plan, held).moves
+    stored = {"m.w13_weight": engine_param(coding, copies=2)}
+    together = kernel_moves(plan, stored).moves
     alone = []
     for move in np.flatnonzero(~plan.is_scale).tolist():
         mask = np.arange(len(plan)) == move
-        alone += kernel_moves(plan.select(plan.with_scales(mask)), held).moves
+        alone += kernel_moves(plan.select(plan.with_scales(mask)), stored).moves
     assert together == alone
     assert len(together) >= 2 * 18
 
 
 def test_a_missing_scale_names_its_tensor_and_no_other():
-    """A part of the scales does not travel: the tensor's name is in `unfit`, others have their moves."""
+    """A part of the scales is not sent: the tensor's name is in `unfit`, others have their moves."""
     coding = Coding("plain", "ceil")
     plan, _, _ = experts_plan(True, coding, 1)
     lost = plan.names.index("1.up.weight_s")

@@ -98,20 +98,20 @@ def test_both_ways_with_padding(name, gated, experts, rows, blocks, more, data):
     """Any canonical matrix comes back, whatever the engine pads; padding has code 0 and the asked scale byte."""
     rows *= 2 if gated else 1
     step = layouts.layout_of(name).row_multiple * (2 if gated else 1)
-    held = (-(-rows // step) * step + more * step, 32 * (blocks + data.draw(st.integers(0, 2))))
+    stored = (-(-rows // step) * step + more * step, 32 * (blocks + data.draw(st.integers(0, 2))))
     codes, scales = matrices(experts, rows, 32 * blocks)
-    values, scale_bytes = layouts.to_kernel(name, codes, scales, gated=gated, held=held, pad_scale=77)
+    values, scale_bytes = layouts.to_kernel(name, codes, scales, gated=gated, stored=stored, pad_scale=77)
     back = layouts.to_canonical(name, values, scale_bytes, gated=gated, shape=(rows, 32 * blocks))
     np.testing.assert_array_equal(back[0], codes)
     np.testing.assert_array_equal(back[1], scales)
     whole = layouts.to_canonical(name, values, scale_bytes, gated=gated)
-    assert int((whole[1] == 77).sum()) == int((scales == 77).sum()) + experts * (held[0] * held[1] // 32 - rows * blocks)
+    assert int((whole[1] == 77).sum()) == int((scales == 77).sum()) + experts * (stored[0] * stored[1] // 32 - rows * blocks)
     assert int((whole[0] != 0).sum()) == int((codes != 0).sum())
 
 
 def test_padded_halves_stay_halves():
     codes, scales = matrices(2 * 96, 64)
-    values, _ = layouts.to_kernel("trtllm_moe", codes, scales, gated=True, held=(256, 64))
+    values, _ = layouts.to_kernel("trtllm_moe", codes, scales, gated=True, stored=(256, 64))
     padded = np.zeros((256, 64), np.uint8)
     padded[:96], padded[128:224] = codes[:96], codes[96:]
     wide = np.zeros((256, 2), np.uint8)
@@ -128,9 +128,9 @@ def test_small_router_is_padded_to_64_rows_for_marlin():
     ("call", "match"),
     [
         (lambda c, s: layouts.to_kernel("deepgemm_moe", c, s), r"got 'deepgemm_moe'; wanted plain, linear_128x4"),
-        (lambda c, s: layouts.to_kernel("marlin", c, s, held=(100, 64)), r"got 100 rows; wanted a multiple of 64"),
-        (lambda c, s: layouts.to_kernel("marlin", c, s, held=(64, 64)), r"got \(96, 64\); wanted at most \(64, 64\)"),
-        (lambda c, s: layouts.to_kernel("trtllm_moe", c, s, held=(128, 80)), r"got K = 80"),
+        (lambda c, s: layouts.to_kernel("marlin", c, s, stored=(100, 64)), r"got 100 rows; wanted a multiple of 64"),
+        (lambda c, s: layouts.to_kernel("marlin", c, s, stored=(64, 64)), r"got \(96, 64\); wanted at most \(64, 64\)"),
+        (lambda c, s: layouts.to_kernel("trtllm_moe", c, s, stored=(128, 80)), r"got K = 80"),
         (lambda c, s: layouts.to_kernel("plain", c, s[:, :1]), r"got scales \(96, 1\); wanted \(96, 2\)"),
         (lambda c, s: layouts.to_kernel("plain", c[0], s[0]), r"got shape \(64,\); wanted \[..., N, K\]"),
         (lambda c, s: layouts.to_canonical("linear_128x4", c, s), r"got \(96, 2\); wanted \(512,\)"),

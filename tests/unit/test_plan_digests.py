@@ -8,12 +8,12 @@ import torch
 
 from tests.unit.test_kernel_writer import LAYOUTS, Memory, engine_param, experts_plan, single
 from vllm_refit_ext.core.coded import PLAIN, Coding
-from vllm_refit_ext.core.layouts import Held
+from vllm_refit_ext.core.layouts import Stored
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import build_plan
-from vllm_refit_ext.receiver.held_digests import HeldDigests
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
+from vllm_refit_ext.receiver.stored_digests import StoredDigests
 from vllm_refit_ext.wires import digests as digests_module
 from vllm_refit_ext.wires.boxes import sum_by_tensor
 from vllm_refit_ext.wires.coded import PlacedScales, ScaleMoves, sent_content
@@ -22,13 +22,13 @@ from vllm_refit_ext.wires.digests import SentDigests
 CPU = torch.device("cpu")
 
 
-def both(plan, params, held, sources, rest=(0, 0)):
+def both(plan, params, stored, sources, rest=(0, 0)):
     """Write, then compare the launches of both sides with each other and with the boxes one by one. rest: moves that no launch
     digests, on each side."""
     memory, scales = Memory(sources), ScaleMoves(plan)
-    writer = KernelWriter(plan, params, held, CPU)
+    writer = KernelWriter(plan, params, stored, CPU)
     writer.write(memory)
-    sent, kept = SentDigests(plan, CPU, scales), HeldDigests(writer.plan, params, held, CPU)
+    sent, kept = SentDigests(plan, CPU, scales), StoredDigests(writer.plan, params, stored, CPU)
     assert (len(sent.rest), len(kept.rest)) == rest
     every = range(len(plan))
     want = sum_by_tensor(plan, every, lambda move: sent_content(plan, move, memory, scales))
@@ -45,7 +45,7 @@ def both(plan, params, held, sources, rest=(0, 0)):
 def test_experts(layout, coded, cuts, monkeypatch):
     monkeypatch.setattr(digests_module, "SCRATCH_BYTES", 40_000)
     plan, sources, _ = experts_plan(coded, Coding(layout, "ceil"), cuts)
-    one = engine_param(Coding(layout, "ceil"), twins=2)
+    one = engine_param(Coding(layout, "ceil"), copies=2)
     others = int(plan.is_scale.sum())
     kept, writer, want = both(plan, {}, {"m.w13_weight": one}, sources, (0, others))
     for tensor in (one.values, one.scales[0]):
@@ -94,5 +94,5 @@ def test_what_no_launch_digests_is_counted_and_right():
     both(build_plan(Manifest(specs), sources, targets), params, {}, [x, scalar], (2, 1))
     box = Placement("w", 0, (0, 0), (128, 64), 0, (2, 256))
     across = torch.randn(128, 64).bfloat16()
-    plan, one = single((64, 128), across, box, Coding("plain", "ceil"), Held(64, 128), TensorSpec((128, 64), "bfloat16"))
+    plan, one = single((64, 128), across, box, Coding("plain", "ceil"), Stored(64, 128), TensorSpec((128, 64), "bfloat16"))
     both(plan, {}, {"m.weight": one}, [across], (1, 1))

@@ -83,7 +83,7 @@ def run(mode: str) -> tuple[list[list[str]], float]:
     return lines, time.monotonic() - begin
 
 
-def test_large_messages_travel_in_pieces() -> None:
+def test_large_messages_are_sent_in_pieces() -> None:
     lines, _ = run("large")
     assert lines == [["x0+x1+x2@0", "9000000"], ["x0+x1+x2@2", "9000000"]]
 
@@ -99,7 +99,7 @@ def test_an_error_reaches_every_rank() -> None:
         assert last.startswith("WireError trainer rank 1 · here: no room (got 1; wanted 2)")
 
 
-def test_ranks_in_different_calls_are_told():
+def test_ranks_in_different_calls_are_reported():
     lines, _ = run("apart")
     for _, last in lines:
         assert last.startswith("SessionError trainer rank 1: it is in another call than rank 0 (got verify; wanted refit)")

@@ -10,9 +10,9 @@ from megatron_sender.config_load import find_recipes, load_recipe
 from megatron_sender.preflight import check_refit_support, find_violations, refit_memory
 from tools.recipe_pages import ROOT, preflight_page, recipes_page
 from vllm_refit_ext.core.errors import ConfigError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.plan import Edge
 from vllm_refit_ext.core.relays import choose_relays
-from vllm_refit_ext.core.sites import Sites
 
 FOLDER = ROOT / "examples" / "recipes"
 FILES = find_recipes(FOLDER)
@@ -126,10 +126,10 @@ def test_colocated_recipes_reach_every_engine_as_the_wire_does(name):
     recipe = RECIPES[name]
     per_host, trainers = recipe.hardware.gpus_per_host, recipe.trainer.world_size
     engines = sum(e.count * e.tp * e.pp * e.dp for e in recipe.engines)
-    sites = Sites([str(r // per_host) for r in range(trainers)], [str(r // per_host) for r in range(engines)])
+    hosts = Hosts([str(r // per_host) for r in range(trainers)], [str(r // per_host) for r in range(engines)])
     every = [Edge(s, t, 1, 1) for s in range(0, trainers, 5) for t in range(0, engines, 3)]
-    relays = choose_relays(every, sites)
-    assert all(sites.trainers[relay] == sites.engines[target] for (_, target), relay in relays.items())
+    relays = choose_relays(every, hosts)
+    assert all(hosts.trainers[relay] == hosts.engines[target] for (_, target), relay in relays.items())
     over_hosts = trainers > per_host
     assert bool(relays) == over_hosts
     assert (recipe.refit.effective_mode() == "staged") == over_hosts

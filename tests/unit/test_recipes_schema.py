@@ -153,7 +153,7 @@ def test_a_missing_key(path):
     assert wheres(data) == [path]
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     data = changed("refit.wire", "nccl")
     data["engines"][0]["tpp"] = 2
     data["engines"][1]["quantization"]["format"] = "fp8"

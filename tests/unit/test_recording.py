@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_refit_ext.core.coded import TRAVELLING_SCALE
+from vllm_refit_ext.core.coded import SENT_SCALE
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver import recording
@@ -24,7 +24,7 @@ def test_what_was_recorded_is_kept_until_something_differs(monkeypatch):
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
     view = WorkerView(model, config, torch.device("cpu"), 0, 1)
     plain = Manifest({"w": TensorSpec((2, 64), "bfloat16"), "b": TensorSpec((2,), "bfloat16")})
-    scales = "w" + TRAVELLING_SCALE
+    scales = "w" + SENT_SCALE
     coded = Manifest(
         {
             "w": TensorSpec((2, 64), "float8_e4m3fn", "mxfp8", scales),

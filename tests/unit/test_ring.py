@@ -15,19 +15,19 @@ import torch
 
 from tests.unit.test_ring_relay import Ranks, crossed
 from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError, WireError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import UpdateInfo
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import cuda_ipc, ring, ring_send, shm
 
 WAIT_S = 20.0
 
 
-def update_of(told: Any) -> UpdateInfo:
-    return UpdateInfo(wire="ring", version="v", session="s", ring=told)
+def update_of(report: Any) -> UpdateInfo:
+    return UpdateInfo(wire="ring", version="v", session="s", ring=report)
 
 
-def told_of(ranks: Ranks) -> Any:
+def info_of(ranks: Ranks) -> Any:
     return ring.info([s.begin(t) for s, t in zip(ranks.senders, ranks.tensors, strict=True)])
 
 
@@ -35,7 +35,7 @@ def told_of(ranks: Ranks) -> Any:
 def ranks():
     """One trainer rank and two engine ranks, several rounds each."""
     plan, tensors, whole = crossed(1, 2)
-    found = Ranks(plan, Sites("a", "aa"), 512, tensors)
+    found = Ranks(plan, Hosts("a", "aa"), 512, tensors)
     found.whole = whole
     yield found
     found.close()
@@ -48,20 +48,20 @@ def holds(ranks: Ranks, targets: dict[str, torch.Tensor], engine: int) -> bool:
 def test_a_rank_of_an_earlier_refit_gives_up_nothing_of_this_one(ranks):
     """A reader that stalled past its refit goes on in the next one: it reads nothing, frees nothing, stops nothing."""
     targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
-    told = told_of(ranks)
-    late = ring.open_reader(update_of(told), ranks.plans[0], {})
+    report = info_of(ranks)
+    late = ring.open_reader(update_of(report), ranks.plans[0], {})
     late.start(time.monotonic() + WAIT_S)
 
     def send() -> None:
         with pytest.raises(RefitError):
-            ranks.senders[0].transfer("s", told, time.monotonic() + 1)
+            ranks.senders[0].transfer("s", report, time.monotonic() + 1)
 
     sender = threading.Thread(target=send)
     sender.start()
     late.memory(0)
     sender.join()
     words = ranks.senders[0]._ring.words
-    told_of(ranks)
+    info_of(ranks)
     epoch = words.epoch
     for message in list(late._here):
         late._give_up(message)
@@ -80,8 +80,8 @@ def test_a_rank_of_an_earlier_refit_gives_up_nothing_of_this_one(ranks):
 
 def test_a_late_reader_frees_nothing_while_the_next_refit_runs(ranks):
     """The case that lost two buckets: the late rank frees its slots in the middle of the next refit."""
-    told = told_of(ranks)
-    late = ring.open_reader(update_of(told), ranks.plans[0], {})
+    report = info_of(ranks)
+    late = ring.open_reader(update_of(report), ranks.plans[0], {})
     pack = ranks.senders[0]._pack
 
     def disturbed(number: int, into: torch.Tensor) -> None:
@@ -164,12 +164,12 @@ def test_a_refusal_is_of_its_session(ranks):
     sender.refuse("older", SessionError("an old call failed"), time.monotonic() + 1)
     ranks.refit(targets)
     assert holds(ranks, targets, 0)
-    told = told_of(ranks)
+    report = info_of(ranks)
     sender.refuse("s", SessionError("engine 0 has no weights"), time.monotonic() + 1)
     begin = time.monotonic()
     with pytest.raises(SessionError, match="no weights"):
-        sender.transfer("s", told, begin + WAIT_S)
-    assert time.monotonic() < begin + WAIT_S, "told at once"
+        sender.transfer("s", report, begin + WAIT_S)
+    assert time.monotonic() < begin + WAIT_S, "report at once"
     assert not sender._refused.get("older"), "what is over is forgotten"
     ranks.refit(targets)
 
@@ -178,22 +178,22 @@ def test_a_refusal_is_of_its_session(ranks):
 def test_an_engine_that_fails_leaves_the_other_one_its_bytes(how):
     """Two trainer ranks, two engines of one rank: what one of them does is not felt by the other."""
     plan, tensors, whole = crossed(2, 2)
-    ranks = Ranks(plan, Sites("aa", "aa"), 256, tensors)
+    ranks = Ranks(plan, Hosts("aa", "aa"), 256, tensors)
     ranks.whole = whole
-    told = told_of(ranks)
+    report = info_of(ranks)
     targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
     failures: list[Exception] = []
     end = time.monotonic() + WAIT_S
 
     def send(sender: Any) -> None:
         try:
-            sender.transfer("s", told, end)
+            sender.transfer("s", report, end)
         except Exception as error:  # noqa: BLE001 - looked at below
             failures.append(error)
 
     threads = [threading.Thread(target=send, args=(s,)) for s in ranks.senders]
-    bad = ring.open_reader(update_of(told), ranks.plans[1], {}) if how == "gives up" else None
-    good = ring.open_reader(update_of(told), ranks.plans[0], {})
+    bad = ring.open_reader(update_of(report), ranks.plans[1], {}) if how == "gives up" else None
+    good = ring.open_reader(update_of(report), ranks.plans[0], {})
     try:
         for thread in threads:
             thread.start()
@@ -223,12 +223,12 @@ def test_an_engine_that_fails_leaves_the_other_one_its_bytes(how):
 def test_a_message_that_was_refused_changes_nothing_that_is_kept(ranks):
     targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
     ranks.refit(targets)
-    told, kept = told_of(ranks), ranks.kept[0]
+    report, kept = info_of(ranks), ranks.kept[0]
     laid, rings = kept["ring"].laid, dict(kept["ring"].rings)
-    first = told.rings[0]
+    first = report.rings[0]
     for change in (
         {"bucket_bytes": 64},
-        {"bucket_bytes": told.bucket_bytes + 1},
+        {"bucket_bytes": report.bucket_bytes + 1},
         {"engines": 5},
         {"rings": []},
         {"rings": [first, first]},
@@ -240,7 +240,7 @@ def test_a_message_that_was_refused_changes_nothing_that_is_kept(ranks):
                 {"start": first.start + 8},
                 {"slots": [first.slots[0], 0]},
                 {"slots": [*first.slots, 256]},
-                {"site": "elsewhere"},
+                {"host": "elsewhere"},
                 {"process": "x"},
                 {"rank": 1},
                 {"name": "../../tmp/x"},
@@ -248,7 +248,7 @@ def test_a_message_that_was_refused_changes_nothing_that_is_kept(ranks):
         ),
     ):
         with pytest.raises((WireError, ConfigError)):
-            ring.open_reader(update_of(msgspec.structs.replace(told, **change)), ranks.plans[0], kept)
+            ring.open_reader(update_of(msgspec.structs.replace(report, **change)), ranks.plans[0], kept)
         assert kept["ring"].laid is laid
         assert kept["ring"].rings == rings
     ranks.refit(targets)
@@ -257,16 +257,16 @@ def test_a_message_that_was_refused_changes_nothing_that_is_kept(ranks):
 
 def test_memory_of_something_else_is_no_ring(ranks, tmp_path):
     """A segment of wire shm, of this user and this rank, is not written to; nor is a file outside shared memory."""
-    told = told_of(ranks)
+    report = info_of(ranks)
     publisher = shm.ShmPublisher(0, {0: 256}, 1 << 20)
     publisher.publish({0: torch.ones(1000)})
     before = publisher._file.bytes.clone()
     outside = tmp_path / "x"
     outside.write_bytes(bytes(1 << 20))
     for name in (publisher.name, f"../../{outside}", str(outside)):
-        other = msgspec.structs.replace(told.rings[0], name=name)
+        other = msgspec.structs.replace(report.rings[0], name=name)
         with pytest.raises(WireError):
-            ring.open_reader(update_of(msgspec.structs.replace(told, rings=[other])), ranks.plans[0], {})
+            ring.open_reader(update_of(msgspec.structs.replace(report, rings=[other])), ranks.plans[0], {})
     assert torch.equal(publisher._file.bytes, before)
     assert not any(outside.read_bytes())
     publisher.close()
@@ -284,7 +284,7 @@ def test_a_parameter_that_becomes_strided_is_not_sent_as_if_it_were_not(ranks):
 def test_host_memory_of_a_machine_with_another_order_of_stores_is_refused(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     plan, tensors, _ = crossed(1, 1)
-    (share,) = ring.shares(plan, Sites("a", "a"), 512)
+    (share,) = ring.send_tables(plan, Hosts("a", "a"), 512)
     with pytest.raises(WireError, match=r"order of stores.*aarch64.*se the wire shm"):
         ring.open_sender(0, share, tensors)
 

@@ -1,4 +1,4 @@
-"""Relaying over the strictest of transports: every plan arrives on every choice of sites, in the memory that was promised, and
+"""Relaying over the strictest of transports: every plan arrives on every choice of hosts, in the memory that was promised, and
 no two ranks wait for each other.
 
 Rings and words are the real ones in shared memory. A rank's messages run one after another and only while it waits for them,
@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from tests.support.geometry import sources_and_targets
 from tests.support.rendezvous import Rendezvous
 from vllm_refit_ext.core.errors import ConfigError, WireError
+from vllm_refit_ext.core.hosts import HOST_ID, Hosts
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.core.sites import SITE, Sites
 from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires import ring, ring_send, shm
@@ -42,8 +42,8 @@ class StrictGroup:
 
     backend = "gloo"
 
-    def __init__(self, meeting: Rendezvous, rank: int) -> None:
-        self._end = meeting.rank(rank)
+    def __init__(self, rendezvous: Rendezvous, rank: int) -> None:
+        self._end = rendezvous.rank(rank)
 
     def post(self, sends: Any, receives: Any) -> Any:
         batch = self._end.post(sends, receives)
@@ -75,21 +75,21 @@ class StrictCommunicator:
 class Ranks:
     """All ranks of a refit, as threads."""
 
-    def __init__(self, plan: Plan, sites: Sites, bucket: int, sources: list[torch.Tensor]) -> None:
-        self.plan, self.sites, self.sources = plan, sites, sources
-        first = np.searchsorted([b.rank for b in plan.sources], np.arange(len(sites.trainers) + 1))
-        self.tensors = [sources[first[r] : first[r + 1]] for r in range(len(sites.trainers))]
-        shares = ring.shares(plan, sites, bucket)
+    def __init__(self, plan: Plan, hosts: Hosts, bucket: int, sources: list[torch.Tensor]) -> None:
+        self.plan, self.hosts, self.sources = plan, hosts, sources
+        first = np.searchsorted([b.rank for b in plan.sources], np.arange(len(hosts.trainers) + 1))
+        self.tensors = [sources[first[r] : first[r + 1]] for r in range(len(hosts.trainers))]
+        shares = ring.send_tables(plan, hosts, bucket)
         self.senders = [ring.open_sender(r, share, self.tensors[r]) for r, share in enumerate(shares)]
         peers = [s._communicator.peers if s._communicator is not None else set() for s in self.senders]
         assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"
-        self.kept: list[dict[str, Any]] = [{} for _ in sites.engines]
-        self.plans = [own(plan, e) for e in range(len(sites.engines))]
+        self.kept: list[dict[str, Any]] = [{} for _ in hosts.engines]
+        self.plans = [own(plan, e) for e in range(len(hosts.engines))]
 
     def refit(self, targets: dict[str, torch.Tensor], pause: float = 0.0) -> list[dict[int, int]]:
         """One refit; what each engine rank received, by trainer rank. pause: most seconds that a reader dawdles at a step."""
-        told = ring.info([s.begin(t) for s, t in zip(self.senders, self.tensors, strict=True)])
-        update = UpdateInfo(wire="ring", version="v", session="s", ring=told)
+        report = ring.info([s.begin(t) for s, t in zip(self.senders, self.tensors, strict=True)])
+        update = UpdateInfo(wire="ring", version="v", session="s", ring=report)
         end, failures = time.monotonic() + WAIT_S, []
         received: list[dict[int, int]] = [{} for _ in self.plans]
 
@@ -117,7 +117,7 @@ class Ranks:
                 for sender in self.senders:
                     sender._ring.words.stop(sender._ring.info.epoch)
 
-        jobs = [(s.transfer, "s", told, end) for s in self.senders] + [(read, e) for e in range(len(self.plans))]
+        jobs = [(s.transfer, "s", report, end) for s in self.senders] + [(read, e) for e in range(len(self.plans))]
         threads = [threading.Thread(target=guarded, args=job, daemon=True) for job in jobs]
         for thread in threads:
             thread.start()
@@ -168,18 +168,18 @@ def ordered(case: Any) -> tuple[Plan, list[torch.Tensor], dict[str, torch.Tensor
 
 @given(sources_and_targets(), st.sampled_from(BUCKETS), st.integers(1, 4), st.randoms(use_true_random=False))
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-def test_every_geometry_arrives_on_any_sites(case, bucket, count, chance):
+def test_every_geometry_arrives_on_any_hosts(case, bucket, count, chance):
     plan, sources, targets = ordered(case)
     trainers = 1 + max(b.rank for b in plan.sources)
     at = [chance.choice("abcd"[:count]) for _ in range(trainers)]
-    sites = Sites(at, [chance.choice(at) for _ in range(case.target_ranks)])
-    StrictCommunicator.rendezvous = meeting = Rendezvous()
-    ranks = Ranks(plan, sites, bucket, sources)
+    hosts = Hosts(at, [chance.choice(at) for _ in range(case.target_ranks)])
+    StrictCommunicator.rendezvous = rendezvous = Rendezvous()
+    ranks = Ranks(plan, hosts, bucket, sources)
     try:
         check_memory(ranks, bucket)
         for scale in (2.0, 1.0):
-            meeting.bytes.clear()
-            meeting.taken.clear()
+            rendezvous.bytes.clear()
+            rendezvous.taken.clear()
             for source, (_, i) in zip(sources, sorted((b.rank, i) for i, b in enumerate(case.source.buffers)), strict=True):
                 source.copy_(torch.from_numpy(case.source.contents[i]) * scale)
             received = ranks.refit(targets)
@@ -188,25 +188,25 @@ def test_every_geometry_arrives_on_any_sites(case, bucket, count, chance):
     case.check_targets([targets[str(i)].numpy().view(np.uint8).reshape(-1) for i in range(len(plan.targets))])
     edges = {(e.source, e.target): e.nbytes for e in plan.edges()}
     assert {(s, e): n for e, found in enumerate(received) for s, n in found.items()} == edges
-    far = {edge: n for edge, n in edges.items() if at[edge[0]] != sites.engines[edge[1]]}
-    assert sum(meeting.bytes.values()) == sum(far.values()), "what travels between trainer ranks is what lies elsewhere"
+    far = {edge: n for edge, n in edges.items() if at[edge[0]] != hosts.engines[edge[1]]}
+    assert sum(rendezvous.bytes.values()) == sum(far.values()), "what is sent between trainer ranks is what lies elsewhere"
     relays = ranks.senders[0]._share.relays
     assert (relays is None) == (not far)
     if relays is not None:
         for source, engine, relay in unpack(relays).tolist():
-            assert at[relay] == sites.engines[engine]
-            assert meeting.bytes[source, relay]
+            assert at[relay] == hosts.engines[engine]
+            assert rendezvous.bytes[source, relay]
 
 
 def check_memory(ranks: Ranks, bucket: int) -> None:
-    """A ring has two buckets for each engine rank of its own site and nothing for others; what is sent has two buffers."""
+    """A ring has two buckets for each engine rank of its own host and nothing for others; what is sent has two buffers."""
     for rank, sender in enumerate(ranks.senders):
         share = sender._share
         readers = [e for e, n in enumerate(share.slots) if n]
-        assert all(ranks.sites.engines[e] == ranks.sites.trainers[rank] for e in readers)
+        assert all(ranks.hosts.engines[e] == ranks.hosts.trainers[rank] for e in readers)
         most = 2 * (bucket + ALIGN * (len(ranks.senders) + 1)) * len(readers)
         leaves = any(
-            ranks.sites.trainers[e.source] != ranks.sites.engines[e.target] for e in ranks.plan.edges() if e.source == rank
+            ranks.hosts.trainers[e.source] != ranks.hosts.engines[e.target] for e in ranks.plan.edges() if e.source == rank
         )
         assert bool(sender._outbox) == leaves
         assert sender.staging_bytes == sender._ring.nbytes + sum(t.nbytes for t in sender._outbox)
@@ -246,7 +246,7 @@ def test_readers_that_dawdle_hold_up_nobody_for_ever(bucket, trainers, engines):
     plan, tensors, whole = crossed(4, 4, 16)
     targets = {b.name: torch.zeros(b.shape) for b in plan.targets}
     StrictCommunicator.rendezvous = Rendezvous()
-    ranks = Ranks(plan, Sites(trainers, engines), bucket, tensors)
+    ranks = Ranks(plan, Hosts(trainers, engines), bucket, tensors)
     try:
         ranks.refit(targets, pause=0.004 if bucket > 8 else 0.001)
     finally:
@@ -256,14 +256,14 @@ def test_readers_that_dawdle_hold_up_nobody_for_ever(bucket, trainers, engines):
             assert torch.equal(targets[f"t{i}.{e}"], t[:, e * 4 : (e + 1) * 4])
 
 
-def test_one_site_has_neither_group_nor_outbox(monkeypatch):
+def test_one_host_has_neither_group_nor_outbox(monkeypatch):
     def forbidden(*_: Any) -> None:
-        raise AssertionError("nothing is to meet on one site")
+        raise AssertionError("nothing is to meet on one host")
 
     monkeypatch.setattr(ring_send, "Communicator", forbidden)
     plan, tensors, whole = crossed(2, 2)
     targets = {b.name: torch.zeros(b.shape) for b in plan.targets}
-    ranks = Ranks(plan, Sites("aa", "aa"), 128, tensors)
+    ranks = Ranks(plan, Hosts("aa", "aa"), 128, tensors)
     try:
         ranks.refit(targets)
         assert all(not s._outbox for s in ranks.senders)
@@ -275,24 +275,24 @@ def test_one_site_has_neither_group_nor_outbox(monkeypatch):
 def test_no_trainer_rank_beside_an_engine_rank_is_found_before_anything_is_opened():
     plan, _, _ = crossed(2, 2)
     with pytest.raises(ConfigError, match=r"engine rank 1 on 'b': no trainer rank") as caught:
-        ring.shares(plan, Sites("aa", "ab"), 128)
-    assert SITE in str(caught.value)
+        ring.send_tables(plan, Hosts("aa", "ab"), 128)
+    assert HOST_ID in str(caught.value)
 
 
 def test_messages_that_do_not_fit_are_refused():
     plan, tensors, _ = crossed(2, 2)
     StrictCommunicator.rendezvous = Rendezvous()
-    ranks = Ranks(plan, Sites("ab", "ab"), 1024, tensors)
-    told = ring.info([s.begin(t) for s, t in zip(ranks.senders, ranks.tensors, strict=True)])
+    ranks = Ranks(plan, Hosts("ab", "ab"), 1024, tensors)
+    report = ring.info([s.begin(t) for s, t in zip(ranks.senders, ranks.tensors, strict=True)])
     try:
         for change, kind, text in (
             ({"relays": pack(np.zeros((2, 2), np.int64))}, ConfigError, "relays can't be read"),
-            ({"relays": msgspec.structs.replace(told.relays, kind="<f8")}, ConfigError, "relays can't be read"),
+            ({"relays": msgspec.structs.replace(report.relays, kind="<f8")}, ConfigError, "relays can't be read"),
             ({"relays": None}, ConfigError, "other buffers than the plan needs"),
-            ({"rings": told.rings[:1]}, WireError, "no ring was named"),
+            ({"rings": report.rings[:1]}, WireError, "no ring was named"),
             ({"bucket_bytes": 64}, ConfigError, "other buffers than the plan needs"),
         ):
-            update = UpdateInfo(wire="ring", version="v", session="s", ring=msgspec.structs.replace(told, **change))
+            update = UpdateInfo(wire="ring", version="v", session="s", ring=msgspec.structs.replace(report, **change))
             with pytest.raises(kind, match=text):
                 ring.open_reader(update, ranks.plans[1], {})
     finally:
@@ -300,26 +300,26 @@ def test_messages_that_do_not_fit_are_refused():
 
 
 def test_a_ring_of_another_host_says_where_both_are(monkeypatch):
-    monkeypatch.setenv(SITE, "there")
+    monkeypatch.setenv(HOST_ID, "there")
     plan, tensors, _ = crossed(1, 1)
-    ranks = Ranks(plan, Sites("a", "a"), 128, tensors)
-    told = ring.info([ranks.senders[0].begin(tensors)])
+    ranks = Ranks(plan, Hosts("a", "a"), 128, tensors)
+    report = ring.info([ranks.senders[0].begin(tensors)])
     ranks.close()
-    monkeypatch.setenv(SITE, "here")
-    update = UpdateInfo(wire="ring", version="v", session="s", ring=told)
-    with pytest.raises(WireError, match=r"'there'.*'here'.*VLLM_REFIT_SITE"):
+    monkeypatch.setenv(HOST_ID, "here")
+    update = UpdateInfo(wire="ring", version="v", session="s", ring=report)
+    with pytest.raises(WireError, match=r"'there'.*'here'.*VLLM_REFIT_HOSTID"):
         ring.open_reader(update, ranks.plans[0], {})
 
 
 def test_direct_wires_say_where_both_are_too(monkeypatch):
-    monkeypatch.setenv(SITE, "there")
+    monkeypatch.setenv(HOST_ID, "there")
     plan, tensors, _ = crossed(1, 1)
-    sender = shm.open_sender(0, shm.shares(plan, Sites("a", "a"))[0], tensors)
-    told = shm.info([sender.begin(tensors)])
+    sender = shm.open_sender(0, shm.send_tables(plan, Hosts("a", "a"))[0], tensors)
+    report = shm.info([sender.begin(tensors)])
     sender.close()
-    monkeypatch.setenv(SITE, "here")
-    with pytest.raises(WireError, match=r"'there'.*'here'.*VLLM_REFIT_SITE"):
-        shm.open_reader(UpdateInfo(wire="shm", version="v", session="s", shm=told), plan, {})
-    monkeypatch.setenv(SITE, "there")
+    monkeypatch.setenv(HOST_ID, "here")
+    with pytest.raises(WireError, match=r"'there'.*'here'.*VLLM_REFIT_HOSTID"):
+        shm.open_reader(UpdateInfo(wire="shm", version="v", session="s", shm=report), plan, {})
+    monkeypatch.setenv(HOST_ID, "there")
     with pytest.raises(WireError, match="has not ended"):
-        shm.open_reader(UpdateInfo(wire="shm", version="v", session="s", shm=told), plan, {})
+        shm.open_reader(UpdateInfo(wire="shm", version="v", session="s", shm=report), plan, {})

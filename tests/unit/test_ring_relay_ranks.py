@@ -1,4 +1,4 @@
-"""Wire `ring` over played sites with real rings, a real store and real gloo groups, in processes, with faults."""
+"""Wire `ring` over played hosts with real rings, a real store and real gloo groups, in processes, with faults."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def several(folder: str, bucket: int) -> list[dict[int, int]]:
     out = []
     for i in range(3):
         out.append(me.refit(f"s{i}", i))
-        me.meet(f"s{i}")
+        me.barrier(f"s{i}")
     if me.is_trainer:
         group = me.sender._communicator._link.group
         assert group.name == "s0", "the group is made once and used again"
         assert group.names == [f"trainer rank {r}" for r in range(4)], "engine ranks are not in it"
-    me.meet("end")
+    me.barrier("end")
     me.close()
     return out
 
@@ -59,7 +59,7 @@ def refused(folder: str) -> list[Failure]:
     """Engine rank 1 never begins; rank 0 learns of it in the middle of the transfer."""
     me = rank(folder)
     me.refit("a", 0)
-    me.meet("a")
+    me.barrier("a")
     out = []
     if me.rank == RANKS - 1:
         me.read("b.0", 20)
@@ -79,55 +79,55 @@ def refused(folder: str) -> list[Failure]:
         out.append(me.failure("b", watch=tell))
     else:
         out.append(me.failure("b"))
-    me.meet("b")
+    me.barrier("b")
     me.refit("c", 3)
-    me.meet("end")
+    me.barrier("end")
     me.close()
     return out
 
 
-def test_an_engine_that_refuses_in_the_middle_stops_trainer_ranks_of_all_sites_at_once(tmp_path):
-    told = [r[0] for r in run(refused, tmp_path)[:-1]]
-    for kind, text, seconds in told:
+def test_an_engine_that_refuses_in_the_middle_stops_trainer_ranks_of_all_hosts_at_once(tmp_path):
+    report = [r[0] for r in run(refused, tmp_path)[:-1]]
+    for kind, text, seconds in report:
         assert kind == "WireError", text
         assert seconds < 12, "long before the deadline"
-    assert "not prepared" in " ".join(text for _, text, _ in told[2:4]), "trainer ranks of the other site know the cause"
+    assert "not prepared" in " ".join(text for _, text, _ in report[2:4]), "trainer ranks of the other host know the cause"
 
 
 def refused_early(folder: str) -> list[Failure]:
     """An engine refuses before trainer rank 3 has come: nothing was sent."""
     me = rank(folder)
     me.refit("a", 0)
-    me.meet("a")
+    me.barrier("a")
     out = []
     if me.is_trainer:
 
         def tell(name: str, end: float) -> None:
             if me.rank == 0:
                 me.sender.refuse(name, SessionError("not prepared", where="engine rank 1"), end)
-                Path(folder, "told").touch()
+                Path(folder, "report").touch()
             else:
-                me.read("told", 20)
+                me.read("report", 20)
 
         out.append(me.failure("b", watch=tell))
-    me.meet("b")
+    me.barrier("b")
     me.refit("c", 3)
-    me.meet("end")
+    me.barrier("end")
     me.close()
     return out
 
 
 @pytest.mark.long
-def test_an_engine_that_refuses_at_once_is_told_in_its_own_words(tmp_path):
-    told = [r[0] for r in run(refused_early, tmp_path)[: len(TRAINERS)]]
-    assert {(kind, text) for kind, text, _ in told} == {("SessionError", "engine rank 1: not prepared")}
+def test_an_engine_that_refuses_at_once_is_reported_in_its_own_words(tmp_path):
+    report = [r[0] for r in run(refused_early, tmp_path)[: len(TRAINERS)]]
+    assert {(kind, text) for kind, text, _ in report} == {("SessionError", "engine rank 1: not prepared")}
 
 
 def engine_fails(folder: str) -> list[Failure]:
     """Engine rank 1 fails between two steps."""
     me = rank(folder)
     me.refit("a", 0)
-    me.meet("a")
+    me.barrier("a")
 
     def fail(number: int) -> None:
         if me.rank == RANKS - 1 and number == 3:
@@ -139,9 +139,9 @@ def engine_fails(folder: str) -> list[Failure]:
             me.refit("b", 99)
         except Exception as error:  # noqa: BLE001 - it may have read everything before
             out = [(type(error).__name__, str(error), 0.0)]
-    me.meet("b")
+    me.barrier("b")
     me.refit("c", 3)
-    me.meet("end")
+    me.barrier("end")
     me.close()
     return out
 
@@ -160,7 +160,7 @@ def killed(folder: str, victim: int, kind: str) -> Failure | None:
         return None
     me = rank(folder, 8)
     me.refit("a", 0)
-    me.meet("a")
+    me.barrier("a")
     if me.rank == victim:
         at_message(kind, 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
         me.refit("b", 99)
@@ -175,7 +175,7 @@ def killed(folder: str, victim: int, kind: str) -> Failure | None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "kind"), [(3, "receive"), (2, "send"), (0, "receive"), (0, "send")])
-def test_a_rank_that_is_killed_while_bytes_travel_fails_the_others_by_the_deadline(tmp_path, victim, kind):
+def test_a_rank_that_is_killed_while_bytes_move_fails_the_others_by_the_deadline(tmp_path, victim, kind):
     results = [r for r in run(killed, tmp_path, victim, kind) if r is not None]
     assert len(results) >= 2
     for name, text, seconds in results:
@@ -188,7 +188,7 @@ def stopped(folder: str, victim: int, kind: str) -> Failure:
     """Rank `victim` is stopped, not dead, in the middle of the transfer; it goes on when the others have failed."""
     me = rank(folder, 8)
     me.refit("a", 0)
-    me.meet("a")
+    me.barrier("a")
     if me.rank == victim:
         pid = os.getpid()
         waker = os.fork()
@@ -201,9 +201,9 @@ def stopped(folder: str, victim: int, kind: str) -> Failure:
         os.waitpid(waker, 0)
     else:
         out = me.failure("b", deadline_s=5.0)
-    me.meet("b")
+    me.barrier("b")
     me.refit("c", 2, deadline_s=40.0)
-    me.meet("end")
+    me.barrier("end")
     me.close()
     return out
 

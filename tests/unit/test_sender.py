@@ -43,7 +43,7 @@ def sender_of(module):
 
 
 def same(engine, module):
-    return all(torch.equal(engine.held[n], p.detach()) for n, p in module.named_parameters())
+    return all(torch.equal(engine.stored[n], p.detach()) for n, p in module.named_parameters())
 
 
 def test_a_plain_trainer_refits_and_verifies(module, sender_of):

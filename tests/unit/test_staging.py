@@ -1,4 +1,4 @@
-"""Rounds and their travel: every byte of every plan arrives, within the bounds, whatever the geometry and the bucket."""
+"""Rounds and their order: every byte of every plan arrives, within the bounds, whatever the geometry and the bucket."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.geometry import sources_and_targets
-from tests.support.rendezvous import by_rank, run_travel
+from tests.support.rendezvous import by_rank, run_transfer
 from vllm_refit_ext.core.errors import WireError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import build_plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires.collective_move import RoundBuffers, Unpacker
 from vllm_refit_ext.wires.collective_schedule import schedule_alone
 from vllm_refit_ext.wires.staging import ALIGN, cut_moves, rounds
@@ -29,8 +29,8 @@ def test_every_geometry_arrives(case, bucket):
     trainers = 1 + max(b.rank for b in case.source.buffers)
     plan, sources = by_rank(plan, [torch.from_numpy(c.copy()) for c in case.source.contents])
     memory = [torch.zeros(b.shape) for b in plan.targets]
-    sites = Sites.single(trainers, case.target_ranks)
-    sent = run_travel(plan, sites, sources, {b.name: m for b, m in zip(plan.targets, memory, strict=True)}, bucket)
+    hosts = Hosts.single(trainers, case.target_ranks)
+    sent = run_transfer(plan, hosts, sources, {b.name: m for b, m in zip(plan.targets, memory, strict=True)}, bucket)
     assert sent == {(e.source, trainers + e.target): e.nbytes for e in plan.edges()}, (
         "each edge carries the plan's bytes and no more"
     )
@@ -101,7 +101,7 @@ def test_mixed_dtypes_lie_aligned_and_arrive():
     sources = [torch.randint(0, 120, s, dtype=torch.uint8).to(torch.float32).to(getattr(torch, d)) for d, s in specs.values()]
     for bucket in (8, 17, 64, 1000):
         memory = {n: torch.zeros(s, dtype=getattr(torch, d)) for n, (d, s) in specs.items()}
-        run_travel(plan, Sites.single(1, 1), sources, memory, bucket)
+        run_transfer(plan, Hosts.single(1, 1), sources, memory, bucket)
         for name, want in zip(specs, sources, strict=True):
             assert torch.equal(memory[name].view(torch.uint8), want.view(torch.uint8)), (name, bucket)
 

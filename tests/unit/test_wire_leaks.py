@@ -13,7 +13,7 @@ import torch
 
 from tests.support.wire_refit import refit
 from tests.unit.test_ring_relay import crossed
-from vllm_refit_ext.core.sites import Sites
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.wires import release, wire
 
 ENDS_S = 10.0
@@ -30,7 +30,7 @@ def left() -> tuple[int, int, int]:
 def test_both_halves_leave_nothing_behind(name):
     """Twenty times, each with a new trainer to an engine rank that keeps what it kept; then with a new engine rank too."""
     plan, tensors, whole = crossed(1, 1)
-    (share,) = wire(name).shares(plan, Sites("a", "a"), 1 << 20)
+    (share,) = wire(name).send_tables(plan, Hosts("a", "a"), 1 << 20)
     senders = []  # whoever holds on to a closed sender holds nothing of the wire
 
     def once(session: str, kept: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A mutation of what a wire is told is refused by name, or changes nothing: the readers of real files and a real store."""
+"""A mutation of what a wire receives is refused by name, or changes nothing: the readers of real files and a real store."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from tests.support.mutate import mutated
 from tests.unit.test_ring_relay import crossed
 from vllm_refit_ext.core.errors import RefitError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import UpdateInfo
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires import Reader, wire
 
 SEEDS = {"shm": range(1000), "ring": range(1000), "collective": range(60)}
@@ -37,9 +37,9 @@ def test_mutated_messages(name):
     plan, tensors, _ = crossed(2, 1)
     chosen = wire(name)
     mine = [[t for t, b in zip(tensors, plan.sources, strict=True) if b.rank == r] for r in range(2)]
-    senders = [chosen.open_sender(r, share, mine[r]) for r, share in enumerate(chosen.shares(plan, Sites("aa", "a"), 512))]
-    told = chosen.info([s.begin(mine[r]) for r, s in enumerate(senders)])
-    plain = msgspec.to_builtins(told, builtin_types=(bytes,))
+    senders = [chosen.open_sender(r, share, mine[r]) for r, share in enumerate(chosen.send_tables(plan, Hosts("aa", "a"), 512))]
+    report = chosen.info([s.begin(mine[r]) for r, s in enumerate(senders)])
+    plain = msgspec.to_builtins(report, builtin_types=(bytes,))
     kept: dict[str, Any] = {}
 
     def opened(message: Any) -> Reader:
@@ -48,11 +48,11 @@ def test_mutated_messages(name):
     def update(message: Any) -> UpdateInfo:
         return UpdateInfo(wire=name, version="v", session="s", deadline_s=DEADLINE_S, **{name: message})
 
-    wanted, outcomes = seen(name, opened(told)), {"refused": 0, "same": 0}
+    wanted, outcomes = seen(name, opened(report)), {"refused": 0, "same": 0}
     before = torch.cat([t.reshape(-1) for t in tensors]).clone()
     for seed in SEEDS[name]:
-        outcomes[outcome(lambda s=seed: seen(name, opened(msgspec.convert(mutated(plain, s), type(told)))), wanted)] += 1
-    assert seen(name, opened(told)) == wanted, "what is kept is what it was"
+        outcomes[outcome(lambda s=seed: seen(name, opened(msgspec.convert(mutated(plain, s), type(report)))), wanted)] += 1
+    assert seen(name, opened(report)) == wanted, "what is kept is what it was"
     assert outcomes["refused"] > len(SEEDS[name]) // 2
     assert torch.equal(before, torch.cat([t.reshape(-1) for t in tensors]))
     for held in kept.values():

@@ -5,8 +5,8 @@
     mxfp8:LAYOUT:RULE        an MXFP8 parameter in LAYOUT of `core.layouts`, in its canonical shape. A buffer of float type is
     quantised on
                              the way in by RULE of `core.mxfp8`; buffers of E4M3 codes and of scale bytes come as a pair, as
-                             they travel
-    dequantised:DTYPE        codes or scales that travel as MXFP8 and end as DTYPE in a parameter; likewise a pair
+                             they are sent
+    dequantised:DTYPE        codes or scales that are sent as MXFP8 and end as DTYPE in a parameter; likewise a pair
     checkpoint dequantised:DTYPE   the same on its way to the engine's own reload
 
 The words are part of the plan's digest, so both sides agree on them before a byte moves.
@@ -23,17 +23,17 @@ from vllm_refit_ext.core.mxfp8 import Rule, check_rule
 PLAIN = "plain"
 CHECKPOINT = "checkpoint"
 DEQUANTISED = "dequantised"
-STAGED_DEQUANTISED = f"{CHECKPOINT} {DEQUANTISED}"
+CHECKPOINT_DEQUANTISED = f"{CHECKPOINT} {DEQUANTISED}"
 SCALE = "_scale"
 """An engine names the parameter of scales like that of values, with this ending."""
 SCALE_OF = f"{SCALE} of "
-"""Joins a parameter's name and that of travelling scales in the name of the buffer that a plan gives these."""
-TRAVELLING_SCALE = "_scale_from_checkpoint"
+"""Joins a parameter's name and that of sent scales in the name of the buffer that a plan gives these."""
+SENT_SCALE = "_scale_from_checkpoint"
 """A sender names the scales of a tensor that it quantised with this ending."""
 
 
 class Coding(msgspec.Struct, frozen=True):
-    """How an MXFP8 parameter is held: `layout` of `core.layouts`, `rule` of the engine's own quantiser."""
+    """How an MXFP8 parameter is stored: `layout` of `core.layouts`, `rule` of the engine's own quantiser."""
 
     layout: str
     rule: Rule
@@ -57,4 +57,4 @@ def coding_of(layout: str) -> Coding | None:
 def dequantised_to(layout: str) -> str:
     """The dtype that a `dequantised` buffer ends as, or nothing."""
     word, _, dtype = layout.partition(":")
-    return dtype if word in (DEQUANTISED, STAGED_DEQUANTISED) else ""
+    return dtype if word in (DEQUANTISED, CHECKPOINT_DEQUANTISED) else ""

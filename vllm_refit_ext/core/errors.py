@@ -1,4 +1,4 @@
-"""One tree of exceptions. Every message says what, where, got, wanted, and what to do; several problems travel together."""
+"""One tree of exceptions. Every message says what, where, got, wanted, and what to do; several problems are returned together."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Canonical is the checkpoint's form: codes [N, K] and scales [N, K/32], a fused `w13` as [gate rows; up rows]. Every layout here is
 separable: the byte offset of an element is a function of its row plus a function of its column, for values and for scales. So a
-layout is four small functions, and the reference, the torch twins, the Triton kernels and the read-back are all built on them.
+layout is four small functions, and the reference, its torch form, the Triton kernels and the read-back are all built on them.
 
     plain          values [N, K], scales [N, K/32], as in the checkpoint
     linear_128x4   values as they are; scale bytes in blocks of 128 rows x 4 columns (FlashInfer CUTLASS and CuTe-DSL linear)
@@ -11,7 +11,7 @@ layout is four small functions, and the reference, the torch twins, the Triton k
 
 Sources of the formulas: FlashInfer's `get_shuffle_matrix_a_row_indices`, `get_reorder_rows_for_gated_act_gemm_row_indices` and
 `block_scale_interleave`, vLLM's `swizzle_mxfp8_scale`, `gptq_marlin_repack` and `marlin_permute_scales`; the tests compare with
-those functions themselves. An engine may hold a matrix padded (`Held`); padding is a property of the target.
+those functions themselves. An engine may hold a matrix padded (`Stored`); padding is a property of the target.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Int = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Stored:
     """One matrix as the engine holds it: `rows` x `cols` elements, padding included.
 
     `gated` says that the rows are two halves, gate rows then up rows, each padded on its own.
@@ -50,17 +50,17 @@ class Held:
         return self.rows // 2 if self.gated else 0
 
 
-Offsets = Callable[[Held, Int], Int]
-Shape = Callable[[Held], tuple[int, ...]]
+Offsets = Callable[[Stored, Int], Int]
+Shape = Callable[[Stored], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One layout. Offsets are bytes from the matrix's first byte; `row` and `k` are canonical indices into the held matrix.
+    """One layout. Offsets are bytes from the matrix's first byte; `row` and `k` are canonical indices into the stored matrix.
 
-    value_row(held, row) + value_col(held, k) and scale_row(held, row) + scale_col(held, block) give offsets; value_shape and
-    scale_shape are the uint8 shapes of one matrix. `row_multiple` divides the held rows. `pad_scale` is the scale byte that the
-    engine's own post-load step gives to padded elements.
+    value_row(stored, row) + value_col(stored, k) and scale_row(stored, row) + scale_col(stored, block) give offsets; value_shape
+    and scale_shape are the uint8 shapes of one matrix. `row_multiple` divides the stored rows. `pad_scale` is the scale byte that
+    the engine's own post-load step gives to padded elements.
     """
 
     name: str
@@ -73,15 +73,15 @@ class Layout:
     value_shape: Shape
     scale_shape: Shape
 
-    def check(self, held: Held) -> None:
+    def check(self, stored: Stored) -> None:
         """Raise LayoutError unless this layout takes a matrix of this size."""
-        check_k(held.cols, self.name)
-        multiple = self.row_multiple * (2 if held.gated and self.row_multiple == 1 else 1)
-        if held.rows <= 0 or held.rows % multiple:
+        check_k(stored.cols, self.name)
+        multiple = self.row_multiple * (2 if stored.gated and self.row_multiple == 1 else 1)
+        if stored.rows <= 0 or stored.rows % multiple:
             raise LayoutError(
                 "rows don't fit the layout",
                 where=self.name,
-                got=f"{held.rows} rows",
+                got=f"{stored.rows} rows",
                 wanted=f"a multiple of {multiple}",
                 do="give the padded size",
             )
@@ -91,38 +91,38 @@ def _ceil(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _blocked_scale_row(held: Held, r: Int) -> Int:
+def _blocked_scale_row(stored: Stored, r: Int) -> Int:
     """Row part of the 128 x 4 block order: blocks of 512 bytes, row-major; inside, 32 groups of four rows 32 apart."""
-    return (r // 128) * (_ceil(held.blocks, 4) * 128) + (r % 32) * 16 + (r % 128) // 32 * 4
+    return (r // 128) * (_ceil(stored.blocks, 4) * 128) + (r % 32) * 16 + (r % 128) // 32 * 4
 
 
-def _blocked_scale_col(held: Held, c: Int) -> Int:
+def _blocked_scale_col(stored: Stored, c: Int) -> Int:
     return (c // 4) * 512 + c % 4
 
 
-def _blocked_scale_shape(held: Held) -> tuple[int, ...]:
-    return (_ceil(held.rows, 128) * _ceil(held.blocks, 4),)
+def _blocked_scale_shape(stored: Stored) -> tuple[int, ...]:
+    return (_ceil(stored.rows, 128) * _ceil(stored.blocks, 4),)
 
 
-def shuffled_row(held: Held, r: Int) -> Int:
+def shuffled_row(stored: Stored, r: Int) -> Int:
     """Destination row of canonical row `r` in `trtllm_moe`: up and gate rows alternate, then each 32 rows are dealt by fours."""
-    half = held.half
+    half = stored.half
     if half:
         r = np.where(r < half, 2 * r + 1, 2 * (r - half))
     return r // 32 * 32 + r % 4 * 8 + r % 32 // 4
 
 
-def _marlin_value_row(held: Held, n: Int) -> Int:
+def _marlin_value_row(stored: Stored, n: Int) -> Int:
     # Byte of n inside a 16 x 64 tile: 4 bytes per k pair, so 8 neighbours along n that lie 8 apart share 32 bytes.
     return n // 64 * 1024 + n % 8 * 128 + n % 64 // 8 * 4
 
 
-def _marlin_value_col(held: Held, k: Int) -> Int:
+def _marlin_value_col(stored: Stored, k: Int) -> Int:
     # A 4-byte word holds k = 2i + {0, 8, 1, 9} of its row.
-    return k // 16 * (16 * held.rows) + k % 8 // 2 * 32 + k % 2 * 2 + k % 16 // 8
+    return k // 16 * (16 * stored.rows) + k % 8 // 2 * 32 + k % 2 * 2 + k % 16 // 8
 
 
-def _marlin_scale_row(held: Held, n: Int) -> Int:
+def _marlin_scale_row(stored: Stored, n: Int) -> Int:
     j = n % 64 // 8
     # Positions 1 and 2 of each four are swapped, as the kernel's E8M0 conversion expects.
     return n // 64 * 64 + n % 8 * 8 + j // 4 * 4 + j % 2 * 2 + j % 4 // 2
@@ -135,33 +135,33 @@ LAYOUTS: dict[str, Layout] = {
             name="plain",
             row_multiple=1,
             pad_scale=127,
-            value_row=lambda held, r: r * held.cols,
-            value_col=lambda held, k: k,
-            scale_row=lambda held, r: r * held.blocks,
-            scale_col=lambda held, c: c,
-            value_shape=lambda held: (held.rows, held.cols),
-            scale_shape=lambda held: (held.rows, held.blocks),
+            value_row=lambda stored, r: r * stored.cols,
+            value_col=lambda stored, k: k,
+            scale_row=lambda stored, r: r * stored.blocks,
+            scale_col=lambda stored, c: c,
+            value_shape=lambda stored: (stored.rows, stored.cols),
+            scale_shape=lambda stored: (stored.rows, stored.blocks),
         ),
         Layout(
             name="linear_128x4",
             row_multiple=1,
             pad_scale=0,
-            value_row=lambda held, r: r * held.cols,
-            value_col=lambda held, k: k,
+            value_row=lambda stored, r: r * stored.cols,
+            value_col=lambda stored, k: k,
             scale_row=_blocked_scale_row,
             scale_col=_blocked_scale_col,
-            value_shape=lambda held: (held.rows, held.cols),
+            value_shape=lambda stored: (stored.rows, stored.cols),
             scale_shape=_blocked_scale_shape,
         ),
         Layout(
             name="trtllm_moe",
             row_multiple=128,
             pad_scale=127,
-            value_row=lambda held, r: shuffled_row(held, r) * held.cols,
-            value_col=lambda held, k: k,
-            scale_row=lambda held, r: _blocked_scale_row(held, shuffled_row(held, r)),
+            value_row=lambda stored, r: shuffled_row(stored, r) * stored.cols,
+            value_col=lambda stored, k: k,
+            scale_row=lambda stored, r: _blocked_scale_row(stored, shuffled_row(stored, r)),
             scale_col=_blocked_scale_col,
-            value_shape=lambda held: (held.rows, held.cols),
+            value_shape=lambda stored: (stored.rows, stored.cols),
             scale_shape=_blocked_scale_shape,
         ),
         Layout(
@@ -171,9 +171,9 @@ LAYOUTS: dict[str, Layout] = {
             value_row=_marlin_value_row,
             value_col=_marlin_value_col,
             scale_row=_marlin_scale_row,
-            scale_col=lambda held, g: g * held.rows,
-            value_shape=lambda held: (held.cols // 16, 16 * held.rows),
-            scale_shape=lambda held: (held.blocks, held.rows),
+            scale_col=lambda stored, g: g * stored.rows,
+            value_shape=lambda stored: (stored.cols // 16, 16 * stored.rows),
+            scale_shape=lambda stored: (stored.blocks, stored.rows),
         ),
     )
 }
@@ -194,12 +194,12 @@ def to_kernel(
     scales: Bytes,
     *,
     gated: bool = False,
-    held: tuple[int, int] | None = None,
+    stored: tuple[int, int] | None = None,
     pad_scale: int | None = None,
 ) -> tuple[Bytes, Bytes]:
     """Canonical codes [..., N, K] and scales [..., N, K/32] to the bytes that the engine's kernels read, per matrix of the stack.
 
-    `gated` marks a fused [gate; up] matrix. `held` is the padded (rows, K) of the engine; by default the rows are rounded up to
+    `gated` marks a fused [gate; up] matrix. `stored` is the padded (rows, K) of the engine; by default the rows are rounded up to
     what the layout needs and K stays. Padding gets code 0 and scale byte `pad_scale` (default: the layout's own). Bytes that only
     fill up a block of 128 x 4 scales are 0.
 
@@ -209,7 +209,7 @@ def to_kernel(
     check_pair(codes, scales, layout)
     if codes.ndim < 2:
         raise LayoutError("a layout takes matrices", where=layout, got=f"shape {codes.shape}", wanted="[..., N, K]")
-    grid = held_for(layout, codes.shape[-2], codes.shape[-1], gated=gated, held=held)
+    grid = stored_for(layout, codes.shape[-2], codes.shape[-1], gated=gated, stored=stored)
     fill = form.pad_scale if pad_scale is None else pad_scale
     codes, scales = _pad(codes, grid, grid.cols, 0), _pad(scales, grid, grid.blocks, fill)
     values = _scatter(codes, form.value_row, form.value_col, grid, form.value_shape(grid))
@@ -236,26 +236,26 @@ def to_canonical(
     if values.ndim < 2:
         raise LayoutError("a layout holds matrices", where=layout, got=f"shape {values.shape}", wanted="[..., rows, bytes]")
     lead, (a, b) = values.shape[:-2], values.shape[-2:]
-    grid = Held(b // 16, a * 16, gated) if layout == "marlin" else Held(a, b, gated)
+    grid = Stored(b // 16, a * 16, gated) if layout == "marlin" else Stored(a, b, gated)
     form.check(grid)
     wanted = (*lead, *form.scale_shape(grid))
     if scale_bytes.shape != wanted:
         raise LayoutError("scale bytes don't fit the values", where=layout, got=scale_bytes.shape, wanted=wanted)
     n, k = shape or (grid.rows, grid.cols)
-    held_for(layout, n, k, gated=gated, held=(grid.rows, grid.cols))
+    stored_for(layout, n, k, gated=gated, stored=(grid.rows, grid.cols))
     codes = _gather(values, form.value_row, form.value_col, grid, grid.cols, len(form.value_shape(grid)))
     scales = _gather(scale_bytes, form.scale_row, form.scale_col, grid, grid.blocks, len(form.scale_shape(grid)))
     return _unpad(codes, grid, n, k), _unpad(scales, grid, n, k // BLOCK)
 
 
-def held_for(layout: str, rows: int, cols: int, *, gated: bool = False, held: tuple[int, int] | None = None) -> Held:
-    """The held size of a canonical rows x cols matrix: `held` if given, else the least size that the layout takes.
+def stored_for(layout: str, rows: int, cols: int, *, gated: bool = False, stored: tuple[int, int] | None = None) -> Stored:
+    """The stored size of a canonical rows x cols matrix: `stored` if given, else the least size that the layout takes.
 
     Raises LayoutError where that is smaller than the matrix, or not a size of the layout.
     """
     form = layout_of(layout)
     check_k(cols, layout)
-    grid = Held(*held, gated) if held else Held(_ceil(rows, form.row_multiple), cols, gated)
+    grid = Stored(*stored, gated) if stored else Stored(_ceil(rows, form.row_multiple), cols, gated)
     form.check(grid)
     if grid.rows < rows or grid.cols < cols or (gated and (rows % 2 or grid.rows % 2)):
         raise LayoutError(
@@ -267,7 +267,7 @@ def held_for(layout: str, rows: int, cols: int, *, gated: bool = False, held: tu
     return grid
 
 
-def _pad(array: Bytes, grid: Held, width: int, fill: int) -> Bytes:
+def _pad(array: Bytes, grid: Stored, width: int, fill: int) -> Bytes:
     halves = 2 if grid.gated else 1
     *lead, n, k = array.shape
     parts = array.reshape(*lead, halves, n // halves, k)
@@ -276,22 +276,22 @@ def _pad(array: Bytes, grid: Held, width: int, fill: int) -> Bytes:
     return padded.reshape(*lead, grid.rows, width)
 
 
-def _unpad(array: Bytes, grid: Held, n: int, k: int) -> Bytes:
+def _unpad(array: Bytes, grid: Stored, n: int, k: int) -> Bytes:
     halves = 2 if grid.gated else 1
     parts = array.reshape(*array.shape[:-2], halves, grid.rows // halves, array.shape[-1])
     return np.ascontiguousarray(parts[..., : n // halves, :k]).reshape(*array.shape[:-2], n, k)
 
 
-def _scatter(array: Bytes, row: Offsets, col: Offsets, grid: Held, shape: tuple[int, ...]) -> Bytes:
+def _scatter(array: Bytes, row: Offsets, col: Offsets, grid: Stored, shape: tuple[int, ...]) -> Bytes:
     flat = np.zeros((*array.shape[:-2], int(np.prod(shape))), dtype=np.uint8)
     flat[..., _offsets(row, col, grid, array.shape[-1])] = array
     return flat.reshape(*array.shape[:-2], *shape)
 
 
-def _gather(held_bytes: Bytes, row: Offsets, col: Offsets, grid: Held, width: int, ndim: int) -> Bytes:
-    flat = held_bytes.reshape(*held_bytes.shape[: held_bytes.ndim - ndim], -1)
+def _gather(stored_bytes: Bytes, row: Offsets, col: Offsets, grid: Stored, width: int, ndim: int) -> Bytes:
+    flat = stored_bytes.reshape(*stored_bytes.shape[: stored_bytes.ndim - ndim], -1)
     return np.ascontiguousarray(flat[..., _offsets(row, col, grid, width)])
 
 
-def _offsets(row: Offsets, col: Offsets, grid: Held, width: int) -> Int:
+def _offsets(row: Offsets, col: Offsets, grid: Stored, width: int) -> Int:
     return row(grid, np.arange(grid.rows))[:, None] + col(grid, np.arange(width))[None, :]

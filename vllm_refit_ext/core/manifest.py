@@ -1,4 +1,4 @@
-"""The manifest: what will travel. Names, shapes, dtypes and formats of checkpoint tensors, checked as they come in."""
+"""The manifest: what will be sent. Names, shapes, dtypes and formats of checkpoint tensors, checked as they come in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_refit_ext.core.table import MAX_RANKS, PackedPlacements, pack_placemen
 
 OFFER = "the packed state_dict_info"
 FORMATS = ("plain", "mxfp8")
-"""`plain`: numbers of the tensor's dtype. `mxfp8`: E4M3 codes whose E8M0 scales travel as the entry named in `scale`."""
+"""`plain`: numbers of the tensor's dtype. `mxfp8`: E4M3 codes whose E8M0 scales are sent as the entry named in `scale`."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -34,7 +34,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Everything offered for one refit. `aliases` maps a second name of a tied tensor to the name that travels."""
+    """Everything offered for one refit. `aliases` maps a second name of a tied tensor to the name that is sent."""
 
     tensors: dict[str, TensorSpec]
     aliases: dict[str, str] = {}
@@ -48,20 +48,20 @@ class Manifest(msgspec.Struct, frozen=True):
 
 class Offer(msgspec.Struct, frozen=True):
     """What a trainer offers: the manifest, the sources of all its ranks (None: whole tensors on rank 0), the number that this
-    engine's rank 0 has among all the engine ranks of the refit, and the site of every trainer rank (empty: not told), so that of
+    engine's rank 0 has among all the engine ranks of the refit, and the host of every trainer rank (empty: unknown), so that of
     equal copies the near one is read."""
 
     manifest: Manifest
     sources: Placements | None = None
     first_rank: int = 0
-    sites: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 class _Packed(msgspec.Struct, forbid_unknown_fields=True):
     manifest: Manifest
     sources: PackedPlacements | None
     first_rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
-    sites: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     protocol: int = 1
     checksum: str = ""
 
@@ -82,7 +82,7 @@ class _Manifest(msgspec.Struct):
 def pack_offer(offer: Offer) -> bytes:
     """`offer` as the bytes that a sender passes as `state_dict_info`."""
     sources = pack_placements(offer.sources) if offer.sources is not None else None
-    packed = _Packed(offer.manifest, sources, offer.first_rank, offer.sites, PROTOCOL)
+    packed = _Packed(offer.manifest, sources, offer.first_rank, offer.hosts, PROTOCOL)
     packed.checksum = checksum(packed)
     return msgspec.msgpack.encode(packed)
 
@@ -108,11 +108,11 @@ def parse_state_dict_info(info: object) -> Offer:
         ranks = 1 + max((b.rank for b in sources.buffers), default=-1)
         if problems := _source_problems(sources, packed.manifest):
             raise ManifestError.of(problems, f"the table of sources has {len(problems)} problem(s)")
-    if packed.sites and not ranks <= len(packed.sites) <= MAX_RANKS:
-        got, wanted = f"{len(packed.sites)} sites", f"{ranks}, or none"
-        raise ManifestError("some trainer ranks have no site", where=OFFER, got=got, wanted=wanted)
+    if packed.hosts and not ranks <= len(packed.hosts) <= MAX_RANKS:
+        got, wanted = f"{len(packed.hosts)} hosts", f"{ranks}, or none"
+        raise ManifestError("some trainer ranks have no host", where=OFFER, got=got, wanted=wanted)
     check_unchanged(packed, OFFER)
-    return Offer(packed.manifest, sources, packed.first_rank, packed.sites)
+    return Offer(packed.manifest, sources, packed.first_rank, packed.hosts)
 
 
 def parse_manifest(info: object) -> Manifest:
@@ -262,7 +262,7 @@ def check_manifest(manifest: Manifest) -> None:
         if not _is_text(alias, name):
             problems.append(Problem("an alias is no text that UTF-8 can hold", f"alias {alias!r}"))
         elif name not in manifest.tensors or alias in manifest.tensors:
-            problems.append(Problem("an alias must name a travelling tensor and not travel itself", f"alias {alias!r}", name))
+            problems.append(Problem("an alias must name a tensor that is sent, and not be sent itself", f"alias {alias!r}", name))
     if problems:
         raise ManifestError.of(problems, f"the manifest has {len(problems)} problem(s)")
 

@@ -29,7 +29,7 @@ Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 """Numbers that a peer may send. What lies outside is a problem of the message, and no overflow somewhere behind it."""
 
 WireName = Literal["shm", "ipc", "ring", "collective"]
-"""How bytes travel. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `ring`: rings of buffers on each host,
+"""How bytes move. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `ring`: rings of buffers on each host,
 which trainer ranks fill for their own host and relay for others. `collective`: shard to shard over NCCL or gloo. The field of
 `UpdateInfo` with this name holds the wire's own part."""
 
@@ -53,12 +53,12 @@ class PrepareReply(Envelope, frozen=True, kw_only=True):
     """What one engine rank answers to `prepare_refit_info`.
 
     rank: this worker's rank in its engine. engine: what serves, and its version. problems: what keeps this rank from taking part.
-    targets: the boxes it needs, in checkpoint coordinates. digest: of its share of the plan, empty while there are problems.
+    targets: the boxes it needs, in checkpoint coordinates. digest: of its part of the plan, empty while there are problems.
     dropped: names its loaders skip on this rank, with the reason. reload: names that take the engine's own reload, with the
     reason. casts: names whose elements are converted on the way, and how. quantise: names that it wants as MXFP8. layouts:
     buffers by layout. kept: engine parameters and offered tensors that stay as they are, with the patterns that say so.
-    extra_bytes: peak memory a refit needs beyond the model. wire_bytes: what a refit brings to this rank. site: of this worker,
-    see `core.sites`. seconds: by phase.
+    extra_bytes: peak memory a refit needs beyond the model. wire_bytes: what a refit brings to this rank. host: of this worker,
+    see `core.hosts`. seconds: by phase.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class PrepareReply(Envelope, frozen=True, kw_only=True):
     layouts: dict[str, int] = {}
     extra_bytes: int = 0
     wire_bytes: int = 0
-    site: str = ""
+    host: str = ""
     seconds: dict[str, float] = {}
 
     @property
@@ -84,14 +84,14 @@ class PrepareReply(Envelope, frozen=True, kw_only=True):
 
 
 class Segment(Message, frozen=True, kw_only=True):
-    """A shared-memory file that one trainer rank filled. nonce: stands in its header and changes with every refit. site: of the
+    """A shared-memory file that one trainer rank filled. nonce: stands in its header and changes with every refit. host: of the
     trainer rank, for errors."""
 
     rank: Rank
     name: str
     nbytes: Bytes
     nonce: Nonce
-    site: str = ""
+    host: str = ""
 
 
 class ShmInfo(Message, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ class ShmInfo(Message, frozen=True, kw_only=True):
 
 class CollectiveInfo(Message, frozen=True, kw_only=True):
     """The rendezvous of wire `collective`: the store at host and port, the ranks on both sides, most payload bytes of a round.
-    forwarding: names the tables in the store, where engine ranks of one site hand boxes to each other; else empty.
+    forwarding: names the tables in the store, where engine ranks of one host hand boxes to each other; else empty.
     """
 
     host: str
@@ -118,7 +118,7 @@ class CollectiveInfo(Message, frozen=True, kw_only=True):
 class IpcRank(Message, frozen=True, kw_only=True):
     """One trainer rank's memory for wire `ipc`. process, device: who made the handles, on which GPU (UUID). epoch: names the
     handles, which are in `export` when this epoch is new. nonce: the word that stands in its memory during this refit. resident:
-    mappings may stay open. site: of the trainer rank, for errors. All empty for a rank that nothing is read from.
+    mappings may stay open. host: of the trainer rank, for errors. All empty for a rank that nothing is read from.
     """
 
     rank: Rank
@@ -128,7 +128,7 @@ class IpcRank(Message, frozen=True, kw_only=True):
     nonce: Nonce = 0
     export: bytes | None = None
     resident: bool = False
-    site: str = ""
+    host: str = ""
 
 
 class IpcInfo(Message, frozen=True, kw_only=True):
@@ -140,7 +140,7 @@ class IpcInfo(Message, frozen=True, kw_only=True):
 class RingRank(Message, frozen=True, kw_only=True):
     """One trainer rank's ring for wire `ring`. name: of the file with the words. slots: bytes of a buffer for each engine
     rank. start: where the buffers begin in that file when they are not on a GPU. handle, device, address, process: the memory on
-    a GPU. epoch: number of this refit among those of the ring, from 1. site: of the trainer rank, for errors. The ring's file
+    a GPU. epoch: number of this refit among those of the ring, from 1. host: of the trainer rank, for errors. The ring's file
     has a digest of all this but the epoch."""
 
     rank: Rank
@@ -152,7 +152,7 @@ class RingRank(Message, frozen=True, kw_only=True):
     address: Address = 0
     process: str = ""
     epoch: Count = 0
-    site: str = ""
+    host: str = ""
 
 
 class RingInfo(Message, frozen=True, kw_only=True):
@@ -160,7 +160,7 @@ class RingInfo(Message, frozen=True, kw_only=True):
 
     relays: int64 [n, 3], sorted: (trainer rank, engine rank, relay). What the plan takes from that trainer rank for that engine
     rank lies in the relay's ring; every other message lies in the ring of the rank that holds it. None: there are none.
-    host, port: of the store in which trainer ranks of several sites have their rendezvous; engine ranks are not in it.
+    host, port: of the store in which trainer ranks of several hosts have their rendezvous; engine ranks are not in it.
     """
 
     rings: list[RingRank]
@@ -172,14 +172,14 @@ class RingInfo(Message, frozen=True, kw_only=True):
 
 
 class UpdateInfo(Envelope, frozen=True, kw_only=True):
-    """What `update_weights` is told.
+    """The argument of `update_weights`.
 
     version: opaque name of the new weights, set at commit. session: a name for this attempt, the same on all ranks. digests: by
-    engine rank as text, the digest of its share of the plan as the caller planned it; empty skips the check, for a caller that
+    engine rank as text, the digest of its part of the plan as the caller planned it; empty skips the check, for a caller that
     did not plan. deadline_s: seconds from the start of the call within which every wait must end. caches: see `CachePolicy`.
     sample: moves that each rank recomputes by the reference and compares before the commit, drawn anew for each session.
     hash_reloaded: take digests of what goes through the engine's own reload, which can't be read back, so that `refit_verify` can
-    compare it; costs a pass over these bytes on the host. part: names or globs of the checkpoint tensors that travel, see
+    compare it; costs a pass over these bytes on the host. part: names or globs of the checkpoint tensors that are sent, see
     `core.part`; empty for all. checksum: of all other fields, made by `to_rpc`; empty in a message that was written by hand.
     """
 
@@ -200,7 +200,7 @@ class UpdateInfo(Envelope, frozen=True, kw_only=True):
 
 
 class Published(Envelope, frozen=True, kw_only=True):
-    """What an engine is told of a version that it takes, as a document of its publisher (msgpack). update: all but the session,
+    """What an engine learns of a version that it takes, as a document of its publisher (msgpack). update: all but the session,
     the deadline and the policy for caches, which are the engine's own. unused: offered tensors that nobody need read. keep: as
     `prepare_refit_info` takes it."""
 
@@ -211,8 +211,8 @@ class Published(Envelope, frozen=True, kw_only=True):
 
 class UpdateReport(Message, frozen=True, kw_only=True):
     """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, of the moves that were
-    executed, as they travelled.
-    forwarded: bytes by engine rank of its site as text, that handed them on; they are not in `received`.
+    executed, as they were sent.
+    forwarded: bytes by engine rank of its host as text, that handed them on; they are not in `received`.
     launches: kernels that wrote. sampled: moves that were recomputed by the reference and found equal. kept: engine parameters
     and offered tensors that stayed as they were, by the user's wish.
     """
@@ -267,8 +267,8 @@ class Status(Envelope, frozen=True, kw_only=True):
 
 
 class VerifyReply(Envelope, frozen=True, kw_only=True):
-    """problems: why there are no digests. Digests of one engine rank's share, by tensor as hexadecimal text. staged: names whose
-    live bytes can't be read back in canonical form, so that the digest is of what was handed to the engine's own reload.
+    """problems: why there are no digests. digests: of one engine rank's part of the plan, by tensor as hexadecimal. reloaded:
+    names whose live bytes can't be read back in canonical form, so it is a digest of what the engine's reload got.
     unhashed: names without a digest, as the last refit was not asked for one (`UpdateInfo.hash_reloaded`). differs: names that
     differ from what was expected, in plan order."""
 
@@ -276,7 +276,7 @@ class VerifyReply(Envelope, frozen=True, kw_only=True):
     problems: list[Problem] = []
     version: str = ""
     digests: dict[str, str] = {}
-    staged: list[str] = []
+    reloaded: list[str] = []
     unhashed: list[str] = []
     differs: list[str] = []
 

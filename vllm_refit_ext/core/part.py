@@ -48,7 +48,7 @@ def names_in(manifest: Manifest, patterns: Iterable[str]) -> set[str]:
 
 
 def mixed(manifest: Manifest, parts: dict[str, str], patterns: Sequence[str], old: str, new: str) -> dict[str, str]:
-    """What an engine's `Status.parts` is after a refit. parts: before it. patterns: that travelled, none for all. old, new: the
+    """What an engine's `Status.parts` is after a refit. parts: before it. patterns: that were sent, none for all. old, new: the
     versions. Empty where all is of one version again."""
     if not patterns:
         return {}

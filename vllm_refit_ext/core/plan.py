@@ -3,7 +3,7 @@
 `build_plan` intersects the sources' boxes with the targets' boxes. It either returns a plan in which every target element is
 written exactly once, or raises one PlanError that lists everything that is missing, offered twice or doesn't fit.
 
-A rank's share of the plan depends only on the manifest, the sources and that rank's own targets. So an engine worker can plan
+A rank's part of the plan depends only on the manifest, the sources and that rank's own targets. So an engine worker can plan
 for itself, the sender can plan for all, and equal digests prove that they agree.
 """
 
@@ -47,7 +47,7 @@ class Plan:
     names: tensor names in manifest order; `tensor[i]` indexes it. sources, targets: lists of Buffer.
     tensor, source, target: int64 [n]. lo, extent: int64 [n, D] elements. source_offset, target_offset: int64 [n] bytes.
     source_strides, target_strides: int64 [n, D] bytes.
-    scale_of: int64 [names]: which tensor holds a tensor's travelling scales, -1 where none does. depth: int64 [names]: dimensions
+    scale_of: int64 [names]: which tensor holds a tensor's sent scales, -1 where none does. depth: int64 [names]: dimensions
         of each tensor.
     """
 
@@ -85,17 +85,17 @@ class Plan:
 
     @property
     def nbytes(self) -> Int:
-        """Bytes of each move as the source holds them, int64 [n]: what travels."""
+        """Bytes of each move as the source holds them, int64 [n]: what is sent."""
         return (
             np.prod(self.extent, axis=1, dtype=np.int64) * self._source_item[self.source] if len(self) else np.zeros(0, np.int64)
         )
 
     @property
     def is_scale(self) -> NDArray[np.bool_]:
-        """The moves of scales that travel beside their codes, bool [n]."""
-        travels = np.zeros(len(self.names), bool)
-        travels[self.scale_of[self.scale_of >= 0]] = True
-        mask: NDArray[np.bool_] = travels[self.tensor]
+        """The moves of scales that are sent beside their codes, bool [n]."""
+        scales = np.zeros(len(self.names), bool)
+        scales[self.scale_of[self.scale_of >= 0]] = True
+        mask: NDArray[np.bool_] = scales[self.tensor]
         return mask
 
     def select(self, keep: NDArray[np.bool_] | Int) -> Plan:
@@ -116,7 +116,7 @@ class Plan:
         return mask
 
     def with_scales(self, moves: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """`moves` (bool [n]) and the moves of all travelling scales of the tensors of codes among them."""
+        """`moves` (bool [n]) and the moves of all sent scales of the tensors of codes among them."""
         wanted = np.zeros(len(self.names), bool)
         scales = self.scale_of[self.tensor[moves]]
         wanted[scales[scales >= 0]] = True
@@ -153,20 +153,20 @@ class Plan:
 
     def digest(self, rank: int) -> str:
         """sha256 of everything that engine rank `rank` will do. Equal on both sides, or they must not move a byte."""
-        share = self.for_target(rank)
+        own = self.for_target(rank)
         mine = [i for i, b in enumerate(self.targets) if b.rank == rank]
         local = np.full(len(self.targets), -1, np.int64)
         local[mine] = np.arange(len(mine))
         state = hashlib.sha256(self.manifest.digest.encode())
         state.update(msgspec.msgpack.encode([[b.name, b.dtype, b.shape, b.layout] for b in (self.targets[i] for i in mine)]))
-        used = np.unique(share.source)
+        used = np.unique(own.source)
         state.update(
             msgspec.msgpack.encode(
                 [[int(i), b.name, b.rank, b.dtype, b.shape, b.layout] for i in used for b in (self.sources[i],)]
             )
         )
         for column in self.COLUMNS:
-            values = getattr(share, column)
+            values = getattr(own, column)
             values = local[values] if column == "target" else values
             if values.ndim == 2:  # padded dimensions differ between a rank's own plan and the joint one
                 values = values[:, : self._depth()]
@@ -276,7 +276,7 @@ def _shape_problems(side: str, table: Placements, tensor: Int, manifest: Manifes
 def _dtype_problems(
     sources: Placements, source_tensor: Int, targets: Placements, target_tensor: Int, manifest: Manifest
 ) -> list[Problem]:
-    """Every tensor whose buffers disagree with the manifest, or whose target can't take what travels."""
+    """Every tensor whose buffers disagree with the manifest, or whose target can't take what is sent."""
     problems = []
     names, specs = list(manifest.tensors), list(manifest.tensors.values())
     dtypes = sorted(ITEMSIZE)

@@ -1,6 +1,6 @@
 """What a commit does to caches that were computed from older weights. Runs in vLLM's engine process, which owns them.
 
-The policy travels in `update_info["caches"]`:
+The policy is given in `update_info["caches"]`:
 
 - `reset` (default): drop the prefix cache and the encoder cache. A request that runs has keys and values of the older weights,
   so a refit with this policy is refused before it starts while any does.

@@ -12,9 +12,9 @@ The plugin wraps methods of vLLM's `EngineCore`, in whatever process it lives (i
 - `step`, `step_with_batch_queue`: takes what the engine follows, hands those answers over, and runs nothing while a worker can't
   be asked what it holds.
 
-vLLM has no field for such a text in 0.24 and 0.32, so it travels as the `stop_reason` of an output with finish reason
-"error", behind `MARK`; the front's half (`front`) turns it into an exception. A front without the plugin shows vLLM's own
-"Internal server error".
+vLLM has no field for such a text in 0.24 and 0.32, so it is sent as the `stop_reason` of an output with finish reason
+"error", behind `MARK`; the hook of the front end (`frontend`) turns it into an exception. A front end without the
+plugin shows vLLM's own "Internal server error".
 
 Limits. Only calls through this engine's `collective_rpc` are seen. With data parallel replicas each engine process guards its
 own workers; a torn replica refuses the requests that are routed to it. When a caller's own timeout ends a call, the workers

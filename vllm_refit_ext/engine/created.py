@@ -82,7 +82,7 @@ class _Saved:
 
 def _place(model: nn.Module) -> Created:
     created = Created()
-    twins: dict[Any, torch.Tensor] = {}
+    known: dict[Any, torch.Tensor] = {}
     owners: dict[int, str] = {}
     paths: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -92,13 +92,13 @@ def _place(model: nn.Module) -> Created:
                     created.aliases[_join(path, name)] = _join(paths[id(module)], name)
             continue
         paths[id(module)] = path
-        _place_module(module, path, created, twins, owners)
-    held = created.tensors.keys() - (created.buffers - created.persistent)
-    created.aliases = {a: b for a, b in created.aliases.items() if b in held}
+        _place_module(module, path, created, known, owners)
+    loaded = created.tensors.keys() - (created.buffers - created.persistent)
+    created.aliases = {a: b for a, b in created.aliases.items() if b in loaded}
     return created
 
 
-def _place_module(module: nn.Module, path: str, created: Created, twins: dict[Any, torch.Tensor], owners: dict[int, str]) -> None:
+def _place_module(module: nn.Module, path: str, created: Created, known: dict[Any, torch.Tensor], owners: dict[int, str]) -> None:
     parameters, buffers = module._parameters, module._buffers
     for tensor in (*parameters.values(), *buffers.values()):
         if tensor is not None and not _uninitialised(tensor):
@@ -116,15 +116,15 @@ def _place_module(module: nn.Module, path: str, created: Created, twins: dict[An
                 del table[name]  # made by post-load processing; the model was created without it
                 continue
             module.__dict__.pop(name, None)
-            twin = _twin(template, live, module, name, twins)
-            table[name] = twin
-            full, key = _join(path, name), storage_id(twin)
+            meta = _on_meta(template, live, module, name, known)
+            table[name] = meta
+            full, key = _join(path, name), storage_id(meta)
             if key in owners:
                 created.aliases[full] = owners[key]
                 continue
             owners[key] = full
-            created.tensors[full], created.slots[full] = twin, (module, name)
-            if live is not None and not live.is_meta and not _uninitialised(live) and live.shape == twin.shape:
+            created.tensors[full], created.slots[full] = meta, (module, name)
+            if live is not None and not live.is_meta and not _uninitialised(live) and live.shape == meta.shape:
                 created.values[key] = live
             if table is buffers:
                 created.buffers.add(full)
@@ -132,8 +132,8 @@ def _place_module(module: nn.Module, path: str, created: Created, twins: dict[An
                     created.persistent.add(full)
 
 
-def _twin(
-    template: torch.Tensor, live: torch.Tensor | None, module: nn.Module, name: str, twins: dict[Any, torch.Tensor]
+def _on_meta(
+    template: torch.Tensor, live: torch.Tensor | None, module: nn.Module, name: str, known: dict[Any, torch.Tensor]
 ) -> torch.Tensor:
     """A meta tensor of the template's shape, class and attributes; the same one wherever the model shares the tensor."""
     owner = getattr(template.__dict__.get("weight_loader"), "__self__", None)
@@ -144,21 +144,21 @@ def _twin(
         keys.append(("owner", id(owner), name, tuple(template.shape)))
     else:
         keys.append(("owner", id(module), name, tuple(template.shape)))
-    twin = next((twins[k] for k in keys if k in twins and twins[k].shape == template.shape), None)
-    if twin is None:
-        twin = torch.empty(template.shape, dtype=template.dtype, device="meta")
-        twin.__class__ = template.__class__
-        twin.__dict__.update(template.__dict__)
-        for key, value in twin.__dict__.items():
+    meta = next((known[k] for k in keys if k in known and known[k].shape == template.shape), None)
+    if meta is None:
+        meta = torch.empty(template.shape, dtype=template.dtype, device="meta")
+        meta.__class__ = template.__class__
+        meta.__dict__.update(template.__dict__)
+        for key, value in meta.__dict__.items():
             # A reload that ran before wraps the loaders in the recorded metadata, and the wrappers do nothing outside of one.
             while getattr(value, "__name__", "") == "online_process_loader":
-                value = twin.__dict__[key] = value.__wrapped__
+                value = meta.__dict__[key] = value.__wrapped__
             # vLLM's recorded metadata holds loaders bound to a placeholder, so that it keeps no layer alive.
             if isinstance(value, types.MethodType) and type(value.__self__) is object:
-                twin.__dict__[key] = types.MethodType(value.__func__, module)
+                meta.__dict__[key] = types.MethodType(value.__func__, module)
     for key in keys:
-        twins.setdefault(key, twin)
-    return twin
+        known.setdefault(key, meta)
+    return meta
 
 
 def _metadata(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -5,7 +5,7 @@ worker under one name. `update_weights` is not here: vLLM's worker has a method 
 the weight-transfer engine that `prepare_refit_info` installs.
 
 No RPC here raises for bad input. Under tensor parallelism vLLM's executor stops reading at the first rank that raises and takes
-the other ranks' answers for those to the next call. So problems travel inside the reply, from every rank.
+the other ranks' answers for those to the next call. So problems are returned inside the reply, from every rank.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RefitWorkerExtension:
 
     @rpc(PrepareReply)
     def prepare_refit_info(self, state_dict_info: Any, fp8_config: Any = None, keep: Any = None) -> Message:
-        """Learn what will travel, find where it goes on this rank, build and prove the plan.
+        """Learn what will be sent, find where it goes on this rank, build and prove the plan.
 
         state_dict_info: name -> (shape, dtype), or the packed form of `core.manifest.offer`. fp8_config: None or
         {"prequantize": bool}. keep: names or globs of engine parameters or checkpoint tensors that stay as they are.

@@ -1,11 +1,11 @@
-"""The front's side: the reason of a torn engine reaches whoever asked for tokens, and every replica's replies whoever refits.
+"""The front end's side: the reason of a torn engine reaches whoever asked for tokens, and every replica's replies whoever refits.
 
-The engine process ends a request with finish reason "error" and the reason as text (`core_hook`). vLLM's fronts would turn
+The engine process ends a request with finish reason "error" and the reason as text (`core_hook`). vLLM's front ends would turn
 that into an empty answer (the offline `LLM`) or a bare "Internal server error" (the server). The plugin wraps
 `OutputProcessor.process_outputs`, which every front runs: `LLM.generate` and `AsyncLLM.generate` raise, and the OpenAI routes
 answer 503 (400 in vLLM 0.24, which has no class for it) with the reason.
 
-A front with data parallel replicas calls all of them, and returns what the first one answered. For the calls of a refit the
+A front end with data parallel replicas calls all of them, and returns what the first one answered. For the calls of a refit the
 plugin has it return the replies of all, replica by replica.
 """
 
@@ -25,7 +25,7 @@ WHAT = "this engine's weights mix two versions, so it refuses to generate"
 
 @functools.cache
 def refusal_class() -> type[TornError]:
-    """A `TornError` that vLLM's fronts let through as it is, instead of wrapping it without its text."""
+    """A `TornError` that vLLM's front ends let through as it is, instead of wrapping it without its text."""
     import vllm.exceptions
 
     polite = getattr(vllm.exceptions, "GracefulHTTPError", None)

@@ -52,7 +52,7 @@ class Found(NamedTuple):
     put: Callable[[Any], None] | None = None
 
 
-class Held(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True):
     """One tensor, or one float, that a model holds.
 
     `name` is the path from the model; `kind` is "parameter", "buffer", "derived" (a tensor that is neither) or "float". For
@@ -71,16 +71,16 @@ class Held(msgspec.Struct, frozen=True):
     value: float = 0.0
 
 
-def inventory(model: nn.Module) -> list[Held]:
+def inventory(model: nn.Module) -> list[Entry]:
     """All tensors that `model` holds, by name: parameters and buffers, then those on modules, quant methods and kernels."""
-    held: list[Held] = []
+    entries: list[Entry] = []
     for found in everything(model):
         if isinstance(found.value, torch.Tensor):
-            held.append(_tensor(found.name, found.kind, found.value))
+            entries.append(_tensor(found.name, found.kind, found.value))
         else:
-            held.append(Held(found.name, found.kind, value=found.value))
+            entries.append(Entry(found.name, found.kind, value=found.value))
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-    return [_shared(entry, first) for entry in held if entry.kind != "alias"]
+    return [_shared(entry, first) for entry in entries if entry.kind != "alias"]
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -173,13 +173,13 @@ def _engine_wide(value: Any) -> bool:
     return type(value).__module__.startswith(("vllm.config", "vllm.distributed", "vllm.forward_context"))
 
 
-def _tensor(name: str, kind: str, value: torch.Tensor) -> Held:
+def _tensor(name: str, kind: str, value: torch.Tensor) -> Entry:
     dtype = str(value.dtype).removeprefix("torch.")
     address = 0 if value.is_meta else value.data_ptr()
-    return Held(name, kind, address, tuple(value.shape), tuple(value.stride()), dtype, str(value.device))
+    return Entry(name, kind, address, tuple(value.shape), tuple(value.stride()), dtype, str(value.device))
 
 
-def _shared(entry: Held, first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str]) -> Held:
+def _shared(entry: Entry, first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str]) -> Entry:
     if not entry.data_ptr:
         return entry
     name = first.setdefault((entry.data_ptr, entry.shape, entry.stride), entry.name)

@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_refit_ext.core.coded import PLAIN
 from vllm_refit_ext.core.placement import Buffer
-from vllm_refit_ext.engine.held import EXPERT_METHODS, LINEAR_METHODS, is_mxfp8, linear_kernel
+from vllm_refit_ext.engine.stored import EXPERT_METHODS, LINEAR_METHODS, is_mxfp8, linear_kernel
 from vllm_refit_ext.engine.worker_view import WorkerView
 
 Detect = Callable[[nn.Module, WorkerView], tuple[str, str]]

@@ -21,7 +21,7 @@ from vllm_refit_ext.receiver.routes.table import Routes, build
 MAX_PROBLEMS = 20
 """Names that a loader may refuse before recording gives up and reports those it has."""
 
-MAX_TOLD = 240
+MAX_TEXT = 240
 """Characters of a loader's own message that a problem repeats."""
 
 
@@ -106,11 +106,11 @@ def _in_hand(trace: TracebackType | None, sources: Mapping[int, int], excluded: 
 
 def _refused(name: str, shape: tuple[int, ...], dtype: torch.dtype, error: Exception) -> Problem:
     text = str(error)
-    told = text if len(text) <= MAX_TOLD else text[:MAX_TOLD] + "..."
+    shown = text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
     return Problem(
         "the engine's weight loader refuses this tensor",
         where=name,
-        got=f"{list(shape)} {dtype_name(dtype)}: {type(error).__name__}: {told}",
+        got=f"{list(shape)} {dtype_name(dtype)}: {type(error).__name__}: {shown}",
         do="Check the name against the engine's checkpoint format, and the shape against its config.",
     )
 

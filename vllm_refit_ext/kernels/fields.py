@@ -9,7 +9,7 @@ WIDTH = 16
 
 
 class Matrix(IntEnum):
-    """A rectangle of an MXFP8 matrix: the canonical side is strided, the held side is in a layout.
+    """A rectangle of an MXFP8 matrix: the canonical side is strided, the stored side is in a layout.
 
     Addresses are bytes; strides, sizes and positions count elements (scale blocks for the scale stride).
     """
@@ -18,8 +18,8 @@ class Matrix(IntEnum):
     TILE_COLS = 1
     CANON = 2
     CANON_SCALES = 3
-    HELD = 4
-    HELD_SCALES = 5
+    STORED = 4
+    STORED_SCALES = 5
     ROWS = 6
     COLS = 7
     ROW_STRIDE = 8
@@ -27,8 +27,8 @@ class Matrix(IntEnum):
     SCALE_ROW_STRIDE = 10
     ROW0 = 11
     COL0 = 12
-    HELD_ROWS = 13
-    HELD_COLS = 14
+    STORED_ROWS = 13
+    STORED_COLS = 14
     HALF = 15
 
 
@@ -70,6 +70,6 @@ class Digest(IntEnum):
     FLAT_COL = 10
     ROW0 = 11
     COL0 = 12
-    HELD_ROWS = 13
-    HELD_COLS = 14
+    STORED_ROWS = 13
+    STORED_COLS = 14
     HALF = 15

@@ -26,7 +26,7 @@ def extent_of(buffer: Buffer) -> int | None:
 def byte_view(buffer: Buffer) -> torch.Tensor:
     """The buffer's memory as uint8 [extent]. Raises LayoutError for a bare address."""
     if not isinstance(buffer, torch.Tensor):
-        raise LayoutError("the torch twins need tensors", got="an address", wanted="a tensor")
+        raise LayoutError("the torch reference need tensors", got="an address", wanted="a tensor")
     storage = buffer.untyped_storage()
     first = buffer.storage_offset() * buffer.element_size()
     return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage, first, (storage.nbytes() - first,), (1,))

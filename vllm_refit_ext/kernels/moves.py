@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_refit_ext.core.dtypes import CASTS, itemsize
 from vllm_refit_ext.core.errors import LayoutError
-from vllm_refit_ext.core.layouts import Held, layout_of
+from vllm_refit_ext.core.layouts import Stored, layout_of
 from vllm_refit_ext.core.mxfp8 import BLOCK, Rule, check_k, check_rule
 
 BYTE_DTYPES = frozenset({"uint8", "float8_e4m3fn", "float8_e8m0fnu"})
@@ -63,7 +63,7 @@ def contiguous(at: At, dtype: str, shape: tuple[int, ...]) -> Strided:
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """`count` MXFP8 matrices of equal size, one after another, held in `layout`: an expert tensor, or one linear.
+    """`count` MXFP8 matrices of equal size, one after another, stored in `layout`: an expert tensor, or one linear.
 
     `values` and `scales` say where the first matrix's bytes begin.
     """
@@ -71,22 +71,22 @@ class Stack(msgspec.Struct, frozen=True):
     layout: str
     values: At
     scales: At
-    held: Held
+    stored: Stored
     count: int = 1
 
     def __post_init__(self) -> None:
-        layout_of(self.layout).check(self.held)
+        layout_of(self.layout).check(self.stored)
 
     @property
     def value_bytes(self) -> int:
         """Bytes of one matrix's values."""
-        return self.held.rows * self.held.cols
+        return self.stored.rows * self.stored.cols
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of one matrix's scales, filling included."""
         size = 1
-        for n in layout_of(self.layout).scale_shape(self.held):
+        for n in layout_of(self.layout).scale_shape(self.stored):
             size *= n
         return size
 
@@ -95,12 +95,15 @@ class Stack(msgspec.Struct, frozen=True):
 
         `start` is (row, k) of the first matrix or (matrix, row, k). With `block` = 32, `shape` and `start` count scale blocks.
         """
-        bounds = (self.count, self.held.rows, self.held.cols // block)
+        bounds = (self.count, self.stored.rows, self.stored.cols // block)
         size, first = size3(shape), start3(start)
         fits = 2 <= len(shape) <= len(start) <= 3 or (len(start) == 2 and size[0] == 1)
         if not fits or any(s < 0 or s + n > b for n, s, b in zip(size, first, bounds, strict=True)):
             raise LayoutError(
-                "the box does not lie in the held matrices", where=name, got=f"size {shape} at {start}", wanted=f"inside {bounds}"
+                "the box does not lie in the stored matrices",
+                where=name,
+                got=f"size {shape} at {start}",
+                wanted=f"inside {bounds}",
             )
         if block == 1 and size[2]:
             check_k(size[2], name)
@@ -149,7 +152,7 @@ class CopyMove(msgspec.Struct, frozen=True):
 class QuantizeMove(msgspec.Struct, frozen=True):
     """Quantise `source` [rows, K] or [matrices, rows, K] (bfloat16 or float32) into `target` at the canonical position `start`.
 
-    `start` is (row, k) or (matrix, row, k), in elements of the held matrix, padding included.
+    `start` is (row, k) or (matrix, row, k), in elements of the stored matrix, padding included.
     """
 
     source: Strided
@@ -194,20 +197,20 @@ class ShuffleMove(msgspec.Struct, frozen=True):
 class DigestMove(msgspec.Struct, frozen=True):
     """Digest a box of a checkpoint tensor of `shape` that begins at `start`; moves with the same `out` add up.
 
-    `content` is the box itself (elements of 1, 2, 4 or 8 bytes), or a `HeldBox` of an engine's layout.
+    `content` is the box itself (elements of 1, 2, 4 or 8 bytes), or a `StoredBox` of an engine's layout.
     """
 
-    content: Strided | HeldBox
+    content: Strided | StoredBox
     shape: tuple[int, ...]
     start: tuple[int, ...]
     out: int = 0
     name: str = ""
 
 
-class HeldBox(msgspec.Struct, frozen=True):
+class StoredBox(msgspec.Struct, frozen=True):
     """The canonical bytes of a box of a stack: its codes [..., rows, K], or with `scales` its scale bytes [..., rows, K/32].
 
-    `start` and `size` have 2 or 3 dimensions and count values or scale blocks of the held matrix.
+    `start` and `size` have 2 or 3 dimensions and count values or scale blocks of the stored matrix.
     """
 
     stack: Stack

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from vllm_refit_ext.core.errors import LayoutError
-from vllm_refit_ext.core.layouts import Held, held_for, layout_of
+from vllm_refit_ext.core.layouts import Stored, layout_of, stored_for
 from vllm_refit_ext.core.mxfp8 import BLOCK, Rule
 from vllm_refit_ext.kernels.moves import At, QuantizeMove, ShuffleMove, Stack, Strided, contiguous
 from vllm_refit_ext.kernels.table import Backend, Table
@@ -42,18 +42,18 @@ def quantize(
         name = names[i] if names else f"tensor {i}"
         if x.ndim not in (2, 3):
             raise LayoutError("quantize takes matrices", where=name, got=f"shape {tuple(x.shape)}", wanted="[N, K] or [E, N, K]")
-        held = held_for(layout, x.shape[-2], x.shape[-1], gated=gated)
-        if gated and held.rows != x.shape[-2]:
+        stored = stored_for(layout, x.shape[-2], x.shape[-1], gated=gated)
+        if gated and stored.rows != x.shape[-2]:
             raise LayoutError(
                 "padded halves need two moves",
                 where=name,
                 got=f"{x.shape[-2]} rows",
-                wanted=f"{held.rows} rows",
+                wanted=f"{stored.rows} rows",
                 do="use a Table",
             )
-        shapes = form.value_shape(held), form.scale_shape(held)
+        shapes = form.value_shape(stored), form.scale_shape(stored)
         pair = tuple(torch.zeros((*x.shape[:-2], *shape), dtype=torch.uint8, device=x.device) for shape in shapes)
-        stack = Stack(layout, At(3 * i + 1), At(3 * i + 2), held, x.shape[0] if x.ndim == 3 else 1)
+        stack = Stack(layout, At(3 * i + 1), At(3 * i + 2), stored, x.shape[0] if x.ndim == 3 else 1)
         moves.append(QuantizeMove(strided(x, 3 * i), stack, (0,) * x.ndim, rule, name))
         buffers += [x, *pair]
         out.append((pair[0], pair[1]))
@@ -129,8 +129,8 @@ def _moe_table(
     for first, name in ((0, "w13"), (2, "w2")):
         shape = geometry[first][0]
         a, b = shape[-2:]
-        held = Held(b // 16, a * 16, gated and first == 0) if layout == "marlin" else Held(a, b, gated and first == 0)
-        stacks[name] = Stack(layout, At(first), At(first + 1), held, shape[0])
+        stored = Stored(b // 16, a * 16, gated and first == 0) if layout == "marlin" else Stored(a, b, gated and first == 0)
+        stacks[name] = Stack(layout, At(first), At(first + 1), stored, shape[0])
         for index, nbytes in ((first, stacks[name].value_bytes), (first + 1, stacks[name].scale_bytes)):
             size = 1
             for n in geometry[index][0]:
@@ -148,7 +148,7 @@ def _moe_table(
         for expert in experts:
             codes, scales = (Strided(At(number + i), g[3], g[0], g[1]) for i, g in enumerate(geometry[number : number + 2]))
             target = stacks["w2" if part == "down" else "w13"]
-            row = target.held.half if part == "up" and "gate" in parts else 0
+            row = target.stored.half if part == "up" and "gate" in parts else 0
             moves.append(ShuffleMove(codes, scales, target, (expert, row, 0), name=f"{part} of expert {expert}"))
             number += 2
     return Table(moves, device, alignment={i: g[2] for i, g in enumerate(geometry)}, backend=backend)
@@ -162,11 +162,11 @@ def to_canonical(
     `values` and `scales` are the engine's contiguous bytes, one matrix [.., ..] or a stack with a leading dimension.
     """
     a, b = values.shape[-2:]
-    held = Held(b // 16, a * 16, gated) if layout == "marlin" else Held(a, b, gated)
+    stored = Stored(b // 16, a * 16, gated) if layout == "marlin" else Stored(a, b, gated)
     lead = tuple(values.shape[:-2])
-    stack = Stack(layout, At(0), At(1), held, lead[0] if lead else 1)
-    codes = torch.empty((*lead, held.rows, held.cols), dtype=torch.uint8, device=values.device)
-    out = torch.empty((*lead, held.rows, held.cols // BLOCK), dtype=torch.uint8, device=values.device)
+    stack = Stack(layout, At(0), At(1), stored, lead[0] if lead else 1)
+    codes = torch.empty((*lead, stored.rows, stored.cols), dtype=torch.uint8, device=values.device)
+    out = torch.empty((*lead, stored.rows, stored.cols // BLOCK), dtype=torch.uint8, device=values.device)
     move = ShuffleMove(
         contiguous(At(2), "uint8", tuple(codes.shape)),
         contiguous(At(3), "uint8", tuple(out.shape)),

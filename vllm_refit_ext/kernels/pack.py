@@ -125,7 +125,7 @@ class Packer:
             DTYPE=source.dtype,
             UNIT=unit,
             ALIGN=WIDE if wide else size,
-            HELD_ALIGN=self._held_align(target, move.name),
+            STORED_ALIGN=self._stored_align(target, move.name),
         )
         m = fields.Matrix
         for matrix, offset in _matrices(source):
@@ -142,12 +142,12 @@ class Packer:
         """Rows of a ShuffleMove, one for each matrix."""
         codes, scales, target = move.codes, move.scales, move.target
         wide = self.aligned(WIDE, (codes.at.buffer, (codes.at.offset, *codes.strides[:-1])))
-        held = self._held_align(target, move.name)
+        stored = self._stored_align(target, move.name)
         if target.layout == "marlin" and not move.inverse:
             # 8 bytes are read at a time: the two halves of 16 columns are separate loads.
-            group = self.group("shuffle_marlin", codes.shape[-1], ALIGN=WIDE if wide else 1, HELD_ALIGN=held)
+            group = self.group("shuffle_marlin", codes.shape[-1], ALIGN=WIDE if wide else 1, STORED_ALIGN=stored)
         else:
-            align = WIDE if wide and held == WIDE else 1
+            align = WIDE if wide and stored == WIDE else 1
             group = self.group("shuffle_rows", codes.shape[-1], LAYOUT=target.layout, INVERSE=move.inverse, ALIGN=align)
         m = fields.Matrix
         for (matrix, offset), (_, scale_offset) in zip(_matrices(codes), _matrices(scales), strict=True):
@@ -172,15 +172,15 @@ class Packer:
         row: dict[int, int],
         at: dict[int, tuple[int, int]],
     ) -> None:
-        m, held = fields.Matrix, target.held
+        m, stored = fields.Matrix, target.stored
         rows, cols = shape[-2:]
         first, row0, col0 = start3(start)
         if rows == 0 or cols == 0:
             return
-        at[m.HELD] = (target.values.buffer, target.values.offset + (first + matrix) * target.value_bytes)
-        at[m.HELD_SCALES] = (target.scales.buffer, target.scales.offset + (first + matrix) * target.scale_bytes)
+        at[m.STORED] = (target.values.buffer, target.values.offset + (first + matrix) * target.value_bytes)
+        at[m.STORED_SCALES] = (target.scales.buffer, target.scales.offset + (first + matrix) * target.scale_bytes)
         row |= {m.ROWS: rows, m.COLS: cols, m.ROW0: row0, m.COL0: col0}
-        row |= {m.HELD_ROWS: held.rows, m.HELD_COLS: held.cols, m.HALF: held.half}
+        row |= {m.STORED_ROWS: stored.rows, m.STORED_COLS: stored.cols, m.HALF: stored.half}
         tile = group.tile
         down = -(-rows // tile.rows)
         if "marlin" in str(dict(group.key)["kernel"]):
@@ -188,7 +188,7 @@ class Packer:
             down = -(-(row0 + rows) // 64) - row0 // 64
         group.add(owner, row, at, down, -(-cols // tile.cols))
 
-    def _held_align(self, target: Stack, name: str) -> int:
+    def _stored_align(self, target: Stack, name: str) -> int:
         wide = self.aligned(WIDE, (target.values.buffer, (target.values.offset,)))
         if target.layout == "marlin" and not self.aligned(4, (target.values.buffer, (target.values.offset,))):
             raise LayoutError(

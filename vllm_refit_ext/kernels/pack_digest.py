@@ -12,7 +12,7 @@ from vllm_refit_ext.core.dtypes import itemsize
 from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.kernels.fields import Digest
-from vllm_refit_ext.kernels.moves import DigestMove, HeldBox, Strided, size3, start3
+from vllm_refit_ext.kernels.moves import DigestMove, StoredBox, Strided, size3, start3
 from vllm_refit_ext.kernels.tuning import WIDE
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Ints = tuple[int, ...]
 
 
 def pack_digest(packer: Packer, owner: int, move: DigestMove) -> None:
-    """Add a DigestMove. Raises LayoutError where the box does not lie in the tensor or in the held matrices."""
+    """Add a DigestMove. Raises LayoutError where the box does not lie in the tensor or in the stored matrices."""
     content = move.content
     extra = len(content.shape) - len(move.shape)
     if any(n != 1 for n in content.shape[: max(extra, 0)]):
@@ -35,8 +35,8 @@ def pack_digest(packer: Packer, owner: int, move: DigestMove) -> None:
         return
     flat = row_strides(move.shape)
     first = sum(i * f for i, f in zip(move.start, flat, strict=True))
-    if isinstance(content, HeldBox):
-        _held(packer, owner, move, content, first, flat)
+    if isinstance(content, StoredBox):
+        _stored(packer, owner, move, content, first, flat)
     else:
         _strided(packer, owner, move, content, first, flat)
 
@@ -105,7 +105,7 @@ def _fold(parts: list[_Rectangle], across: int, width: int) -> list[_Rectangle]:
     return out
 
 
-def _held(packer: Packer, owner: int, move: DigestMove, content: HeldBox, first: int, flat: Ints) -> None:
+def _stored(packer: Packer, owner: int, move: DigestMove, content: StoredBox, first: int, flat: Ints) -> None:
     stack = content.stack
     stack.check_box(content.size, content.start, move.name, BLOCK if content.scales else 1)
     place, nbytes = (stack.scales, stack.scale_bytes) if content.scales else (stack.values, stack.value_bytes)
@@ -118,7 +118,7 @@ def _held(packer: Packer, owner: int, move: DigestMove, content: HeldBox, first:
     flat = (0,) * (3 - len(flat)) + flat
     row: dict[int, int] = {Digest.OUT: move.out, Digest.ROWS: rows, Digest.COLS: cols, Digest.ROW0: row0, Digest.COL0: col0}
     row |= {Digest.FLAT_ROW: flat[-2], Digest.FLAT_COL: flat[-1]}
-    row |= {Digest.HELD_ROWS: stack.held.rows, Digest.HELD_COLS: stack.held.cols, Digest.HALF: stack.held.half}
+    row |= {Digest.STORED_ROWS: stack.stored.rows, Digest.STORED_COLS: stack.stored.cols, Digest.HALF: stack.stored.half}
     for i in range(count):
         at: dict[int, tuple[int, int]] = {Digest.ADDRESS: (place.buffer, place.offset + (matrix + i) * nbytes)}
         cells = row | {Digest.FLAT0: first + i * flat[-3]}

@@ -5,7 +5,7 @@
     table.launch()                            every refit: a few kernels on the current stream, whatever the number of moves
     table.nonfinite()                         names of quantised tensors that held NaN or Inf (waits for the stream)
 
-On a CPU, or with `backend="torch"`, the torch twins run the same moves and give the same bits. The table holds 128 bytes a matrix
+On a CPU, or with `backend="torch"`, the torch reference runs the same moves, bit for bit. The table holds 128 bytes a matrix
 and 4 bytes a tile on the device (`table.nbytes`), and nothing else: there is no scratch, because every move is a single pass from
 its source to its final place. That is also why moves whose sources overlap what the table writes are refused.
 Build tables outside an engine's sleep pool: they live as long as the plan, across sleep and wake.
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import LayoutError
-from vllm_refit_ext.kernels import twin
+from vllm_refit_ext.kernels import torch_moves
 from vllm_refit_ext.kernels.memory import Buffer, address_of, extent_of
 from vllm_refit_ext.kernels.moves import CopyMove, DigestMove, QuantizeMove, ShuffleMove
 from vllm_refit_ext.kernels.pack import Group, Key, Packer, Touched
@@ -51,8 +51,8 @@ class Table:
     """Moves, ready to run on `device`.
 
     `alignment` gives the least alignment in bytes of a buffer's address where it is not a multiple of 16; `backend` "auto" takes
-    Triton on a GPU and the torch twins elsewhere; `tiles` overrides `tuning.TILES` by kernel name. `digests` [max out + 1] int64
-    receives the sums of DigestMoves.
+    Triton on a GPU and the torch reference elsewhere; `tiles` overrides `tuning.TILES` by kernel name. `digests` [max out + 1]
+    int64 receives the sums of DigestMoves.
 
     Raises LayoutError for moves that no kernel takes (the moves themselves check their shapes and dtypes).
     """
@@ -94,7 +94,8 @@ class Table:
     def bind(self, buffers: Sequence[Buffer]) -> None:
         """Give the buffers' memory: tensors (the memory from their first element to the end of their storage) or addresses.
 
-        The twins need tensors, and hold them until the next bind or `release`. Does nothing where no address has changed.
+        The torch reference needs tensors, and holds them until the next bind or `release`. Does nothing where no address has
+        changed.
 
         Raises LayoutError for a missing buffer, one that is too small or not aligned as declared, or one on another device, and
         where a range that is read overlaps a range that is written.
@@ -104,7 +105,7 @@ class Table:
         self._buffers = list(buffers) if self.backend == "torch" else []
         if addresses == self._addresses:
             return
-        # The twins take any alignment of whole elements; the kernels were chosen for the declared one.
+        # The torch reference takes any alignment of whole elements; the kernels were chosen for the declared one.
         wide = WIDE if self.backend == "triton" else 1
         self._touched.check(self.moves, buffers, addresses, self.alignment, self.device, wide)
         bases = torch.tensor(addresses or [0], dtype=torch.int64).to(self.device)
@@ -124,7 +125,7 @@ class Table:
         if len(self.digests):
             self.digests.zero_()
         if self.backend == "torch":
-            self._bad = twin.run(self.moves, self._buffers, self.digests)
+            self._bad = torch_moves.run(self.moves, self._buffers, self.digests)
             return
         for x in self._launches:
             if len(x.flags):

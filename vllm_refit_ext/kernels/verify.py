@@ -79,19 +79,19 @@ def _mxfp8(move: Move, buffers: Sequence[Buffer]) -> tuple[Bytes, Bytes]:
         codes, scales = (
             view(buffers[b.at.buffer], b).detach().cpu().view(torch.uint8).numpy() for b in (move.codes, move.scales)
         )
-    got = [_held(move.target, move.start, c.shape, buffers, scales=s) for c, s in ((codes, False), (scales, True))]
+    got = [_stored(move.target, move.start, c.shape, buffers, scales=s) for c, s in ((codes, False), (scales, True))]
     return np.concatenate([g.reshape(-1) for g in got]), np.concatenate([codes.reshape(-1), scales.reshape(-1)])
 
 
-def _held(stack: Stack, start: tuple[int, ...], shape: tuple[int, ...], buffers: Sequence[Buffer], *, scales: bool) -> Bytes:
+def _stored(stack: Stack, start: tuple[int, ...], shape: tuple[int, ...], buffers: Sequence[Buffer], *, scales: bool) -> Bytes:
     """The bytes that `stack` holds for a canonical box, gathered by the reference's offsets."""
-    form, held = layout_of(stack.layout), stack.held
+    form, stored = layout_of(stack.layout), stack.stored
     matrix, row, col = start3(start)
     count, rows, width = size3(shape)
     place, nbytes = (stack.scales, stack.scale_bytes) if scales else (stack.values, stack.value_bytes)
     by_row, by_col = (form.scale_row, form.scale_col) if scales else (form.value_row, form.value_col)
     col = col // mxfp8.BLOCK if scales else col
-    offsets = by_row(held, np.arange(row, row + rows))[:, None] + by_col(held, np.arange(col, col + width))[None, :]
+    offsets = by_row(stored, np.arange(row, row + rows))[:, None] + by_col(stored, np.arange(col, col + width))[None, :]
     first = place.offset + matrix * nbytes
     memory = byte_view(buffers[place.buffer])[first : first + count * nbytes].cpu().numpy().reshape(count, nbytes)
     return memory[:, offsets]

@@ -32,9 +32,9 @@ class Derived:
         self._absorbing = [
             m for m in view.model.modules() if absorbed(m) and isinstance(getattr(m, "kv_b_proj", None), nn.Module)
         ]
-        self._held = [absorbed(m) for m in self._absorbing]
+        self._tensors = [absorbed(m) for m in self._absorbing]
         self._dtype = view.vllm_config.model_config.dtype
-        mine = {t.untyped_storage().data_ptr() for held in self._held for t in held.values()}
+        mine = {t.untyped_storage().data_ptr() for tensors in self._tensors for t in tensors.values()}
         sleeps = bool(getattr(view.vllm_config.model_config, "enable_sleep_mode", False))
         mine |= {t.untyped_storage().data_ptr() for t in written}
         self._constants = constants(view.model, mine) if sleeps else []
@@ -43,16 +43,18 @@ class Derived:
     def extra_bytes(self) -> int:
         """Bytes of the copies of constants, and of one layer's absorbed projections while they are made anew."""
         constants = sum(saved.numel() * saved.element_size() for _, saved in self._constants)
-        return constants + max((sum(t.numel() * t.element_size() for t in held.values()) for held in self._held), default=0)
+        return constants + max(
+            (sum(t.numel() * t.element_size() for t in tensors.values()) for tensors in self._tensors), default=0
+        )
 
     def refresh(self) -> None:
         """Compute what is derived from the weights as they are now, and put constants back."""
         for tensor, saved in self._constants:
             tensor.copy_(saved)
-        for module, held in zip(self._absorbing, self._held, strict=True):
+        for module, tensors in zip(self._absorbing, self._tensors, strict=True):
             owner: Any = module
             owner.process_weights_after_loading(self._dtype)
-            for name, old in held.items():
+            for name, old in tensors.items():
                 new = module.__dict__.get(name)
                 if isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr():
                     old.copy_(new)

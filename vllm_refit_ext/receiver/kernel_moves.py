@@ -20,7 +20,7 @@ from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.engine.held import HeldParam
+from vllm_refit_ext.engine.stored import StoredParam
 from vllm_refit_ext.kernels.memory import Buffer
 from vllm_refit_ext.kernels.moves import At, CopyMove, Move, QuantizeMove, ShuffleMove, Stack, Strided
 from vllm_refit_ext.wires.coded import CODES, ScaleMoves
@@ -61,7 +61,7 @@ class Side(msgspec.Struct):
 
 class Matrices(msgspec.Struct):
     """Boxes [matrices, rows, K] of canonical parameters. of: int64 [m], the row of the input that each is a part of. start,
-    shape: int64 [m, 3], elements of the held matrix. runs: bool [m], whether K is taken in runs. sides: their strides [m, 3] in
+    shape: int64 [m, 3], elements of the stored matrix. runs: bool [m], whether K is taken in runs. sides: their strides [m, 3] in
     the order of the shape."""
 
     of: Int
@@ -77,7 +77,7 @@ class Matrices(msgspec.Struct):
         return zip(*(c.tolist() if c.ndim == 1 else map(tuple, c.tolist()) for c in columns), strict=True)
 
 
-def number_buffers(plan: Plan, held: Mapping[str, HeldParam]) -> Numbering:
+def number_buffers(plan: Plan, stored: Mapping[str, StoredParam]) -> Numbering:
     """Numbers for every target buffer that `plan` writes in place."""
     at = len(plan.sources)
     found = Numbering({}, {}, {})
@@ -85,32 +85,32 @@ def number_buffers(plan: Plan, held: Mapping[str, HeldParam]) -> Numbering:
         buffer = plan.targets[t]
         if buffer.layout == PLAIN and buffer.name not in found.plain:
             found.plain[buffer.name], at = at, at + 1
-        elif buffer.name in held and buffer.name not in found.values:
+        elif buffer.name in stored and buffer.name not in found.values:
             found.values[buffer.name], at = at, at + 1
-            found.scales[buffer.name] = list(range(at, at + len(held[buffer.name].scales)))
-            at += len(held[buffer.name].scales)
+            found.scales[buffer.name] = list(range(at, at + len(stored[buffer.name].scales)))
+            at += len(stored[buffer.name].scales)
     return found
 
 
 def target_buffers(
-    plan: Plan, numbers: Numbering, params: Mapping[str, torch.Tensor], held: Mapping[str, HeldParam]
+    plan: Plan, numbers: Numbering, params: Mapping[str, torch.Tensor], stored: Mapping[str, StoredParam]
 ) -> list[Buffer]:
     """Buffers of a table as `numbers` has them: the source buffers of `plan`, empty, then the live tensors."""
     found: dict[int, torch.Tensor] = {n: params[name] for name, n in numbers.plain.items()}
     for name, number in numbers.values.items():
-        found[number] = held[name].values
-        found |= dict(zip(numbers.scales[name], held[name].scales, strict=True))
+        found[number] = stored[name].values
+        found |= dict(zip(numbers.scales[name], stored[name].scales, strict=True))
     return [*[0] * len(plan.sources), *(found[n] for n in sorted(found))]
 
 
-def kernel_moves(plan: Plan, held: Mapping[str, HeldParam]) -> KernelMoves:
+def kernel_moves(plan: Plan, stored: Mapping[str, StoredParam]) -> KernelMoves:
     """The table's moves for every move of `plan` into a plain or an MXFP8 parameter, and what no kernel takes."""
-    made = KernelMoves(number_buffers(plan, held), [], {})
+    made = KernelMoves(number_buffers(plan, stored), [], {})
     _copies(plan, np.flatnonzero(plan.into(lambda b: b.layout == PLAIN)), made)
-    coded = plan.into(lambda b: b.name in held and coding_of(b.layout) is not None)
+    coded = plan.into(lambda b: b.name in stored and coding_of(b.layout) is not None)
     codes = plan.into(lambda b: b.dtype == CODES)
-    _quantises(plan, np.flatnonzero(coded & ~codes), held, made)
-    _shuffles(plan, np.flatnonzero(coded & codes), held, made)
+    _quantises(plan, np.flatnonzero(coded & ~codes), stored, made)
+    _shuffles(plan, np.flatnonzero(coded & codes), stored, made)
     return made
 
 
@@ -125,10 +125,10 @@ def _copies(plan: Plan, moves: Int, made: KernelMoves) -> None:
         made.moves.append(CopyMove(from_box, into_box, name))
 
 
-def _quantises(plan: Plan, moves: Int, held: Mapping[str, HeldParam], made: KernelMoves) -> None:
+def _quantises(plan: Plan, moves: Int, stored: Mapping[str, StoredParam], made: KernelMoves) -> None:
     side = Side(plan.source_offset[moves], plan.source_strides[moves])
-    found = matrices(plan, moves, held, plan.target_offset[moves], plan.extent[moves], [side])
-    stacks = _stacks(plan, moves, held, made.numbers)
+    found = matrices(plan, moves, stored, plan.target_offset[moves], plan.extent[moves], [side])
+    stacks = _stacks(plan, moves, stored, made.numbers)
     names, sources, targets = _of(plan, moves)
     for i, start, shape, runs, offset, strides in found.rows():
         source, target, name = sources[i], targets[i], names[i]
@@ -141,7 +141,7 @@ def _quantises(plan: Plan, moves: Int, held: Mapping[str, HeldParam], made: Kern
             made.unfit.setdefault(name, error)
 
 
-def _shuffles(plan: Plan, moves: Int, held: Mapping[str, HeldParam], made: KernelMoves) -> None:
+def _shuffles(plan: Plan, moves: Int, stored: Mapping[str, StoredParam], made: KernelMoves) -> None:
     if not len(moves):
         return
     pieces = ScaleMoves(plan).pieces(moves)
@@ -156,8 +156,8 @@ def _shuffles(plan: Plan, moves: Int, held: Mapping[str, HeldParam], made: Kerne
         for m, a in ((of, inside), (other, at))
     )
     place = plan.target_offset[of] + (inside * plan.target_strides[of]).sum(axis=1)
-    found = matrices(plan, of, held, place, pieces.hi - pieces.lo, [codes, scales])
-    stacks = _stacks(plan, of, held, made.numbers)
+    found = matrices(plan, of, stored, place, pieces.hi - pieces.lo, [codes, scales])
+    stacks = _stacks(plan, of, stored, made.numbers)
     names, sources, targets = _of(plan, of)
     scale_sources = plan.source[other].tolist()
     for i, start, shape, runs, offset, strides, scale_offset, scale_strides in found.rows():
@@ -183,22 +183,22 @@ def _check_runs(runs: bool, name: str) -> None:
 
 
 def _stacks(
-    plan: Plan, moves: Int, held: Mapping[str, HeldParam], numbers: Numbering
+    plan: Plan, moves: Int, stored: Mapping[str, StoredParam], numbers: Numbering
 ) -> dict[int, tuple[Coding, list[Stack], int]]:
     """For each target buffer of `moves`: its coding, a stack for every tensor that holds its scales, and how many of the three
     dimensions it lacks."""
     found = {}
     for t in np.unique(plan.target[moves]).tolist():
         buffer = plan.targets[t]
-        one, coding = held[buffer.name], coding_of(buffer.layout)
+        one, coding = stored[buffer.name], coding_of(buffer.layout)
         assert coding is not None
         values = At(numbers.values[buffer.name])
-        all_scales = [Stack(one.coding.layout, values, At(n), one.held, one.count) for n in numbers.scales[buffer.name]]
+        all_scales = [Stack(one.coding.layout, values, At(n), one.stored, one.count) for n in numbers.scales[buffer.name]]
         found[t] = coding, all_scales, 3 - len(one.shape)
     return found
 
 
-def matrices(plan: Plan, moves: Int, held: Mapping[str, HeldParam], at: Int, extent: Int, sides: list[Side]) -> Matrices:
+def matrices(plan: Plan, moves: Int, stored: Mapping[str, StoredParam], at: Int, extent: Int, sides: list[Side]) -> Matrices:
     """Cut boxes of MXFP8 parameters into boxes [matrices, rows, K] of the canonical parameter.
 
     Row i is a box of `extent[i]` (int64 [n, D], dimensions of the checkpoint tensor) that lies `at[i]` bytes into the target of
@@ -206,8 +206,8 @@ def matrices(plan: Plan, moves: Int, held: Mapping[str, HeldParam], at: Int, ext
     """
     targets, which = np.unique(plan.target[moves], return_inverse=True)
     buffers = [plan.targets[t] for t in targets.tolist()]
-    width = np.array([held[b.name].shape[-1] for b in buffers], np.int64)[which]
-    size = np.array([held[b.name].shape[-2] * held[b.name].shape[-1] for b in buffers], np.int64)[which]
+    width = np.array([stored[b.name].shape[-1] for b in buffers], np.int64)[which]
+    size = np.array([stored[b.name].shape[-2] * stored[b.name].shape[-1] for b in buffers], np.int64)[which]
     item = np.array([ITEMSIZE[b.dtype] for b in buffers], np.int64)[which]
     of, row = np.arange(len(moves)), np.arange(len(moves))
     first, steps = at // item, plan.target_strides[moves] // item[:, None]

@@ -1,7 +1,7 @@
-"""The writer of GPUs: one table of moves into live parameters, launched once a refit; on a CPU the torch twins run the same
+"""The writer of GPUs: one table of moves into live parameters, launched once a refit; on a CPU the torch reference runs the same
 moves.
 
-It copies, casts, quantises and shuffles straight from the source's memory to where the engine's kernels read. What travels as
+It copies, casts, quantises and shuffles straight from the source's memory to where the engine's kernels read. What is sent as
 MXFP8 and ends in a parameter of floats is dequantised here as well, tensor by tensor.
 """
 
@@ -16,8 +16,8 @@ import torch
 from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, PLAIN, dequantised_to
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.engine.held import HeldParam
-from vllm_refit_ext.kernels import twin
+from vllm_refit_ext.engine.stored import StoredParam
+from vllm_refit_ext.kernels import torch_moves
 from vllm_refit_ext.kernels.moves import At, Stack
 from vllm_refit_ext.kernels.mxfp8 import check_finite
 from vllm_refit_ext.kernels.table import Table, alignment_of, bound
@@ -52,19 +52,19 @@ class KernelWriter:
         self,
         plan: Plan,
         params: Mapping[str, torch.Tensor],
-        held: Mapping[str, HeldParam],
+        stored: Mapping[str, StoredParam],
         device: torch.device,
         made: KernelMoves | None = None,
     ) -> None:
-        """plan: this rank's moves. params: live tensors by name, for plain and dequantised buffers. held: MXFP8 parameters by
+        """plan: this rank's moves. params: live tensors by name, for plain and dequantised buffers. stored: MXFP8 parameters by
         name. made: what `kernel_moves` made of the same plan, if it was made.
 
         Raises LayoutError for a move that no kernel takes.
         """
         self.plan = plan.select(plan.into(lambda buffer: not buffer.layout.startswith(CHECKPOINT)))
         self.device = device
-        self._params, self._held = params, held
-        made = made or kernel_moves(self.plan, held)
+        self._params, self._stored = params, stored
+        made = made or kernel_moves(self.plan, stored)
         for error in made.unfit.values():
             raise error
         self._numbers, self._moves = made.numbers, made.moves
@@ -111,7 +111,7 @@ class KernelWriter:
         """On a GPU: make the table and compile its kernels, so that the first write need not. A refit whose sources do not lie on
         whole 16 bytes makes another table."""
         if self._moves and self.device.type == "cuda":
-            targets = target_buffers(self.plan, self._numbers, self._params, self._held)
+            targets = target_buffers(self.plan, self._numbers, self._params, self._stored)
             self._table = Table(self._moves, self.device, alignment=alignment_of(targets))
             self._table.compile()
 
@@ -119,7 +119,7 @@ class KernelWriter:
         """Recompute up to `sample` of the moves by the reference and compare bytes. Returns how many; raises VerifyError."""
         if not self._moves:
             return 0
-        buffers = target_buffers(self.plan, self._numbers, self._params, self._held)
+        buffers = target_buffers(self.plan, self._numbers, self._params, self._stored)
         for number in self._used:
             buffers[number] = reader.memory(number)
         report = verify(self._moves, buffers, sample=sample, seed=seed)
@@ -148,7 +148,7 @@ class KernelWriter:
         for group in groups:
             part = plan.select(plan.with_scales(np.isin(plan.source, group) & ~plan.is_scale))
             if len(part):
-                writer = KernelWriter(part, self._params, self._held, self.device)
+                writer = KernelWriter(part, self._params, self._stored, self.device)
                 self._parts.append((writer, np.unique(part.source).tolist()))
         return self._parts
 
@@ -156,7 +156,7 @@ class KernelWriter:
         token = reader.token
         if self._table is not None and token is not None and token == self._token:
             return self._table
-        buffers = target_buffers(self.plan, self._numbers, self._params, self._held)
+        buffers = target_buffers(self.plan, self._numbers, self._params, self._stored)
         for number in self._used:
             address = reader.address(number) if self.device.type == "cuda" else None
             buffers[number] = reader.memory(number) if address is None else address
@@ -188,15 +188,15 @@ class KernelWriter:
 
     def content(self, move: int) -> Content:
         """What the engine holds of `move`: the box, or (codes, scales) of one that was quantised. None for the scales that
-        travelled beside codes which are read back with these, or that were dequantised away."""
+        were sent beside codes which are read back with these, or that were dequantised away."""
         plan, buffer = self.plan, self.plan.targets[int(self.plan.target[move])]
         if buffer.layout == PLAIN:
             return target_view(plan, move, as_bytes(self._params[buffer.name]))
         if buffer.layout.startswith(DEQUANTISED):
             return self._float_box(move) if buffer.dtype == CODES else None
-        if buffer.name not in self._held:
+        if buffer.name not in self._stored:
             return None
-        return read_back(plan, move, self._held[buffer.name])
+        return read_back(plan, move, self._stored[buffer.name])
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -205,10 +205,10 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def read_back(plan: Plan, move: int, one: HeldParam) -> tuple[torch.Tensor, torch.Tensor]:
+def read_back(plan: Plan, move: int, one: StoredParam) -> tuple[torch.Tensor, torch.Tensor]:
     """Canonical (codes uint8 [extent], scales uint8 [extent, last dimension of blocks]) of a move's box in an MXFP8 parameter."""
     extent, along = plan.extent[move].tolist(), along_k(plan, move)
-    stack = Stack(one.coding.layout, At(0), At(1), one.held, one.count)
+    stack = Stack(one.coding.layout, At(0), At(1), one.stored, one.count)
     buffers = [one.values, one.scales[0]]
     codes = torch.empty(extent, dtype=torch.uint8, device=one.values.device)
     shape = [n // BLOCK if d == along else n for d, n in enumerate(extent)]
@@ -220,6 +220,6 @@ def read_back(plan: Plan, move: int, one: HeldParam) -> tuple[torch.Tensor, torc
     )
     for _, start, size, _, at, steps, scale_at, scale_steps in found.rows():
         blocks, first = (*size[:-1], size[-1] // BLOCK), (*start[:-1], start[-1] // BLOCK)
-        codes.as_strided(size, steps, at).copy_(twin.get(stack, start, size, buffers))
-        scales.as_strided(blocks, scale_steps, scale_at).copy_(twin.get(stack, first, blocks, buffers, scales=True))
+        codes.as_strided(size, steps, at).copy_(torch_moves.get(stack, start, size, buffers))
+        scales.as_strided(blocks, scale_steps, scale_at).copy_(torch_moves.get(stack, first, blocks, buffers, scales=True))
     return codes, scales

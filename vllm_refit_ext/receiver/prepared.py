@@ -16,22 +16,22 @@ from numpy.typing import NDArray
 
 from vllm_refit_ext.core.coded import DEQUANTISED
 from vllm_refit_ext.core.errors import ManifestError, PlanError, Problem
+from vllm_refit_ext.core.hosts import distances, this_host
 from vllm_refit_ext.core.manifest import Manifest, parse_state_dict_info, whole_tensors
 from vllm_refit_ext.core.messages import PrepareReply
 from vllm_refit_ext.core.part import names_in, part_of
 from vllm_refit_ext.core.placement import Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.core.sites import distances, this_site
 from vllm_refit_ext.core.table import pack_placements
 from vllm_refit_ext.engine.versions import adapter
 from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.derived import Derived
 from vllm_refit_ext.receiver.fp8 import parse_fp8_config
-from vllm_refit_ext.receiver.held_digests import HeldDigests
 from vllm_refit_ext.receiver.keep import patterns_of
 from vllm_refit_ext.receiver.kernel_moves import KernelMoves, kernel_moves
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.receiver.peak import reload_bytes
+from vllm_refit_ext.receiver.stored_digests import StoredDigests
 from vllm_refit_ext.receiver.targets import Targets, build_targets, record
 from vllm_refit_ext.receiver.writers import InPlaceWriter, Reload, ReloadWriter
 
@@ -47,7 +47,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct):
-    """One rank's share of a plan, proved complete, with what executes it.
+    """One rank's part of a plan, proved complete, with what executes it.
 
     extra_bytes: peak memory beyond the model. certain_bytes: what of it a reload surely needs. signature: of the live tensors; a
     refit refuses when they are others by then.
@@ -68,7 +68,7 @@ class Prepared(msgspec.Struct):
     in_place_of: dict[Plan, InPlaceWriter | KernelWriter] = {}
     reload_of: dict[Plan, ReloadWriter] = {}
     """Writers of plans that a staged reader keeps from refit to refit."""
-    digests: HeldDigests | None = None
+    digests: StoredDigests | None = None
     """What `verify` launches, once it was asked for."""
 
     def piece(self, patterns: Sequence[str]) -> Piece:
@@ -108,7 +108,7 @@ class Prepared(msgspec.Struct):
 
 
 def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, reload: Reload) -> tuple[Prepared, PrepareReply]:
-    """Read what was offered, find this rank's targets, build and prove its share of the plan.
+    """Read what was offered, find this rank's targets, build and prove its part of the plan.
 
     info, fp8_config, keep: as the RPC `prepare_refit_info` takes them. reload: the engine's own reload, see `ReloadWriter`.
     Raises a RefitError with every problem.
@@ -120,10 +120,10 @@ def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, re
     coded = [name for name, spec in manifest.tensors.items() if spec.format == "mxfp8"]
     if coded and not fp8.prequantize:
         do = "pass fp8_config {'prequantize': true}"
-        raise ManifestError.of([Problem("it travels as MXFP8, which was not negotiated", f"tensor {n!r}", do=do) for n in coded])
+        raise ManifestError.of([Problem("it is sent as MXFP8, which was not negotiated", f"tensor {n!r}", do=do) for n in coded])
     sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
     rank = offer.first_rank + view.rank
-    targets, plan, made = _plan(view, manifest, sources, rank, patterns, distances(offer.sites, {rank: this_site()}), clock)
+    targets, plan, made = _plan(view, manifest, sources, rank, patterns, distances(offer.hosts, {rank: this_host()}), clock)
     derived = Derived(view, targets.written())
     reloading = reload_bytes(view, targets)
     writer = writer_for(plan, targets, view, made)
@@ -156,7 +156,7 @@ def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, re
         layouts=targets.layouts(),
         extra_bytes=prepared.extra_bytes,
         wire_bytes=int(plan.nbytes.sum()),
-        site=this_site(),
+        host=this_host(),
         seconds=clock.seconds,
     )
     return prepared, reply
@@ -171,8 +171,8 @@ def _plan(
     distance: NDArray[np.int8],
     clock: Clock,
 ) -> tuple[Targets, Plan, KernelMoves]:
-    """Targets, plan and what a table executes of it. distance: as `build_plan` takes it, with no rows where nobody told the
-    trainer's sites.
+    """Targets, plan and what a table executes of it. distance: as `build_plan` takes it, with no rows where nobody named the
+    trainer's hosts.
 
     A tensor that the trainer cuts through a block of MXFP8 takes the reload, which the cut does not trouble.
     """
@@ -190,7 +190,7 @@ def _plan(
                 problems += error.problems
             if problems:
                 raise PlanError.of(problems)
-            made = kernel_moves(plan, targets.held)
+            made = kernel_moves(plan, targets.stored)
         if not made.unfit:
             return targets, plan, made
         refused |= {name: str(error) for name, error in made.unfit.items()}
@@ -198,8 +198,8 @@ def _plan(
 
 def writer_for(plan: Plan, targets: Targets, view: WorkerView, made: KernelMoves | None = None) -> InPlaceWriter | KernelWriter:
     """Tables of kernels on a GPU and wherever MXFP8 is involved; plain copies on a CPU. made: as `KernelWriter` takes it."""
-    if view.device.type == "cuda" or targets.held or any(b.layout.startswith(DEQUANTISED) for b in plan.targets):
-        return KernelWriter(plan, targets.params, targets.held, view.device, made)
+    if view.device.type == "cuda" or targets.stored or any(b.layout.startswith(DEQUANTISED) for b in plan.targets):
+        return KernelWriter(plan, targets.params, targets.stored, view.device, made)
     return InPlaceWriter(plan, targets.params)
 
 

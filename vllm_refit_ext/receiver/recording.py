@@ -1,12 +1,12 @@
-"""The routes of a manifest on one rank, with what travels as MXFP8 offered to the loader in the form that it takes."""
+"""The routes of a manifest on one rank, with what is sent as MXFP8 offered to the loader in the form that it takes."""
 
 from __future__ import annotations
 
 import msgspec
 
 from vllm_refit_ext.core.manifest import Manifest
-from vllm_refit_ext.engine.held import is_mxfp8
 from vllm_refit_ext.engine.record import record_routes
+from vllm_refit_ext.engine.stored import is_mxfp8
 from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.routes.table import Routes
 
@@ -16,8 +16,8 @@ CODES = "float8_e4m3fn"
 class Recording(msgspec.Struct):
     """It stays good while the same manifest is planned anew.
 
-    `routes`: where the loader puts each tensor; travelling scales are not in it. `partners`: HF name -> the name of its
-    travelling scales. `rerouted`: names that the loader takes as E4M3 only. `usual`: the engine's dtype.
+    `routes`: where the loader puts each tensor; sent scales are not in it. `partners`: HF name -> the name of its
+    sent scales. `rerouted`: names that the loader takes as E4M3 only. `usual`: the engine's dtype.
     """
 
     routes: Routes
@@ -34,12 +34,12 @@ def record(view: WorkerView, manifest: Manifest, rank: int) -> Recording:
     tensor that the engine's loaders refuse.
     """
     partners = {name: spec.scale for name, spec in manifest.tensors.items() if spec.format == "mxfp8"}
-    travelling = set(partners.values())
+    scales = set(partners.values())
     usual = str(view.vllm_config.model_config.dtype).removeprefix("torch.")
     entries = {
         name: (spec.shape, usual if name in partners else spec.dtype)
         for name, spec in manifest.tensors.items()
-        if name not in travelling
+        if name not in scales
     }
 
     def routes_of(coded: frozenset[str]) -> Routes:

@@ -6,7 +6,7 @@
 
 All ranks of an engine agree before the first write and again before the version is set, so either every rank has the new version
 or none has. Whatever is raised on one rank on the way, of whatever type, comes to such an agreement. Nothing here knows how
-bytes travel or where they land: a wire gives a reader, a writer executes the moves.
+bytes move or where they land: a wire gives a reader, a writer executes the moves.
 """
 
 from __future__ import annotations
@@ -143,11 +143,11 @@ class Receiver:
             assert reader is not None
             prepared = self._prepared()
             if reader.two_sided:
-                with clock("meet"):
+                with clock("start"):
                     # all ranks raise what kept one of them from meeting the other side, with nothing written
                     with agree.collect(errors, "the wire"):
                         reader.start(start + deadline_s)
-                    agree.agree(self.view, "meet", None, agree.merged(errors), max(left(), AFTERWORD_S))
+                    agree.agree(self.view, "start", None, agree.merged(errors), max(left(), AFTERWORD_S))
             with clock("write"), agree.collect(errors, "the writer"):
                 if not reader.two_sided:
                     reader.start(start + deadline_s)
@@ -341,7 +341,7 @@ class Receiver:
         return self.status()
 
     def verify(self, expected: object = None) -> VerifyReply:
-        """Digests of this rank's share, compared with `expected`; see `verify.compare`."""
+        """Digests of this rank's part of the plan, compared with `expected`; see `verify.compare`."""
         with self._alone("refit_verify"):
             prepared = self._prepared()
             if self.torn:
@@ -387,7 +387,7 @@ def part_of(update_info: object, view: WorkerView) -> dict[str, Any]:
 def asleep(targets: Targets) -> str:
     """The name of a weight whose memory a sleep has taken away, or nothing. All weights sleep together, so a few are looked
     at."""
-    written = {**targets.params, **{name: held.values for name, held in targets.held.items()}}
+    written = {**targets.params, **{name: stored.values for name, stored in targets.stored.items()}}
     for name in list(written)[:: max(1, len(written) // 4)]:
         if written[name].device.type == "cuda" and written[name].numel() and not is_mapped(written[name].data_ptr()):
             return name

@@ -44,7 +44,7 @@ class Leased(msgspec.Struct, frozen=True):
     session: str
 
     def update(self, deadline_s: float, caches: Any) -> tuple[UpdateInfo, Published]:
-        """What `update_weights` is told, and the rest of the publisher's message. Raises WireError where it can't be read."""
+        """The argument of `update_weights`, and the rest of the publisher's message. Raises WireError where it can't be read."""
         try:
             published = msgspec.msgpack.decode(self.message, type=Published)
         except msgspec.MsgspecError as error:

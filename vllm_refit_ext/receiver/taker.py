@@ -50,10 +50,10 @@ class Taker:
             versions = self._connected(str(registry))
             if view.rank == 0:
                 leased = versions.lease(name, self.epoch, start + seconds)
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             check: Callable[[], None] = nothing
             if leased is not None and self._versions is not None:
-                check = held.enter_context(reading(self._versions, leased))
+                check = stack.enter_context(reading(self._versions, leased))
             with clock("find"):
                 answers = agree.agree(view, "version", msgspec.msgpack.encode(leased), agree.merged(errors), seconds)
             leased = msgspec.msgpack.decode(answers[0] or b"", type=Leased | None)

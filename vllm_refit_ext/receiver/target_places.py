@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, PLAIN, SCALE, SCALE_OF, STAGED_DEQUANTISED, Coding
+from vllm_refit_ext.core.coded import CHECKPOINT, CHECKPOINT_DEQUANTISED, DEQUANTISED, PLAIN, SCALE, SCALE_OF, Coding
 from vllm_refit_ext.core.digest import row_strides
 from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.manifest import Manifest
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Buffer, Int, Placement, Placements, concatenate
-from vllm_refit_ext.engine.held import HeldParam
+from vllm_refit_ext.engine.stored import StoredParam
 from vllm_refit_ext.receiver.recording import Recording
 from vllm_refit_ext.receiver.routes.table import Routes
 
@@ -51,11 +51,11 @@ def closure(routes: Routes, unknown: Mapping[str, str], refused: Mapping[str, st
     return reload
 
 
-def unaligned(recording: Recording, held: Mapping[str, HeldParam], manifest: Manifest) -> dict[str, str]:
+def unaligned(recording: Recording, stored: Mapping[str, StoredParam], manifest: Manifest) -> dict[str, str]:
     """HF names whose boxes in MXFP8 parameters no move can quantise or shuffle, with the reason."""
     table, reasons = recording.routes.placements, dict[str, str]()
     for i, buffer in enumerate(table.buffers):
-        if buffer.name not in held:
+        if buffer.name not in stored:
             continue
         rows = np.flatnonzero(table.buffer == i)
         item, k = ITEMSIZE[buffer.dtype], buffer.shape[-1]
@@ -72,28 +72,28 @@ def unaligned(recording: Recording, held: Mapping[str, HeldParam], manifest: Man
                 reasons.setdefault(name, f"its scales do not lie along K of {buffer.name}")
     for t, b in _pairs(table)[0]:
         name, dtype = table.names[t], table.buffers[b].dtype
-        if table.buffers[b].name in held and name not in recording.partners and name not in recording.rerouted:
-            travels = manifest.tensors[name].dtype
-            if travels != dtype:
-                reasons.setdefault(name, f"it travels as {travels} and the engine quantises from {dtype}")
+        if table.buffers[b].name in stored and name not in recording.partners and name not in recording.rerouted:
+            offered = manifest.tensors[name].dtype
+            if offered != dtype:
+                reasons.setdefault(name, f"it is sent as {offered} and the engine quantises from {dtype}")
     return reasons
 
 
 def place(
-    recording: Recording, reload: Mapping[str, str], held: Mapping[str, HeldParam], manifest: Manifest, rank: int
+    recording: Recording, reload: Mapping[str, str], stored: Mapping[str, StoredParam], manifest: Manifest, rank: int
 ) -> Placements:
     """The boxes of this rank: those of `reload` in buffers of checkpoint shape, the others in live parameters."""
     table = recording.routes.placements
-    if not reload and not held and not recording.partners:
+    if not reload and not stored and not recording.partners:
         return table
     names = np.array(table.names, object)
     reloaded = np.array([n in reload for n in names], bool)[table.tensor] if len(table) else np.zeros(0, bool)
-    kept = _in_parameters(table.select(~reloaded), recording, held, manifest)
-    return concatenate([kept, _staged(table.select(reloaded), recording, reload, manifest, rank)])
+    kept = _in_parameters(table.select(~reloaded), recording, stored, manifest)
+    return concatenate([kept, _for_reload(table.select(reloaded), recording, reload, manifest, rank)])
 
 
-def _in_parameters(table: Placements, recording: Recording, held: Mapping[str, HeldParam], manifest: Manifest) -> Placements:
-    """Rows of live parameters, each under the dtype that travels, and a row of scales beside each row of codes."""
+def _in_parameters(table: Placements, recording: Recording, stored: Mapping[str, StoredParam], manifest: Manifest) -> Placements:
+    """Rows of live parameters, each under the dtype that is sent, and a row of scales beside each row of codes."""
     partnered = np.array([n in recording.partners for n in table.names], bool)
     rerouted = np.array([n in recording.rerouted for n in table.names], bool)
     kinds: dict[tuple[int, str, str], int] = {}
@@ -108,9 +108,9 @@ def _in_parameters(table: Placements, recording: Recording, held: Mapping[str, H
     for p, (t, b) in enumerate(pairs):
         old, name = table.buffers[b], table.names[t]
         dtype, layout = old.dtype, PLAIN
-        if old.name in held:
-            rule = "ceil" if partnered[t] or rerouted[t] else held[old.name].coding.rule
-            dtype, layout = manifest.tensors[name].dtype, str(Coding(held[old.name].coding.layout, rule))
+        if old.name in stored:
+            rule = "ceil" if partnered[t] or rerouted[t] else stored[old.name].coding.rule
+            dtype, layout = manifest.tensors[name].dtype, str(Coding(stored[old.name].coding.layout, rule))
         elif partnered[t]:
             dtype, layout = "float8_e4m3fn", f"{DEQUANTISED}:{old.dtype}"
         key = (int(b), dtype, layout)
@@ -148,7 +148,7 @@ def _pairs(table: Placements) -> tuple[list[tuple[int, int]], Int]:
 def _scale_rows(
     table: Placements, which: Int, pairs: Mapping[int, tuple[int, Buffer]], recording: Recording, manifest: Manifest
 ) -> Placements:
-    """Boxes of scales that go with rows of codes, in buffers of the travelling scales' own shape. which: int64 [n], the pair of
+    """Boxes of scales that go with rows of codes, in buffers of the sent scales' own shape. which: int64 [n], the pair of
     each row. pairs: those with scales: the tensor, and the buffer of codes."""
     partners = [recording.partners[table.names[t]] for t, _ in pairs.values()]
     shapes = [manifest.tensors[name].shape for name in partners]
@@ -173,7 +173,7 @@ def _scale_rows(
     return Placements(names, buffers, tensor, place, lo, hi, (lo * strides).sum(axis=1), strides)
 
 
-def _staged(table: Placements, recording: Recording, reload: Mapping[str, str], manifest: Manifest, rank: int) -> Placements:
+def _for_reload(table: Placements, recording: Recording, reload: Mapping[str, str], manifest: Manifest, rank: int) -> Placements:
     """The reloaded names, in buffers of checkpoint shape, module by module, so that a reload holds one at a time; only what the
     routes read is asked for, unless a loader computes."""
     boxes: dict[str, set[Box]] = {name: set() for name in reload}
@@ -193,7 +193,7 @@ def _staged(table: Placements, recording: Recording, reload: Mapping[str, str], 
         layout, partner = CHECKPOINT, recording.partners.get(name, "")
         scale = name + SCALE  # the name under which the engine's loader takes scales
         if partner and name not in recording.rerouted:
-            layout = f"{STAGED_DEQUANTISED}:{created.get(name, recording.usual)}"
+            layout = f"{CHECKPOINT_DEQUANTISED}:{created.get(name, recording.usual)}"
             scale = f"{name}{SCALE_OF}{partner}"
         buffers.append(Buffer(name, rank, spec.dtype, spec.shape, layout))
         rows += _row_major(name, len(buffers) - 1, spec.shape, spec.dtype, wanted)

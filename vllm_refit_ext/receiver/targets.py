@@ -2,7 +2,7 @@
 
 A parameter whose layout is known takes moves in place. One whose layout is unknown, or that a loader computes, takes the engine's
 reload, together with everything its module holds, because the reload works module by module. Tensors for the reload have
-checkpoint shape, and only the boxes that this rank's routes read are asked for, so the bytes that travel stay the same.
+checkpoint shape, and only the boxes that this rank's routes read are asked for, so the bytes that are sent stay the same.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vllm_refit_ext.core.dtypes import CASTS, cast_text
 from vllm_refit_ext.core.errors import Problem, RouteError, SessionError
 from vllm_refit_ext.core.manifest import Manifest, suggest, suggest_each
 from vllm_refit_ext.core.placement import Placements
-from vllm_refit_ext.engine.held import HeldParam, config_scale, has_config, held_param, is_mxfp8
 from vllm_refit_ext.engine.live_layout import layout_of
+from vllm_refit_ext.engine.stored import StoredParam, config_scale, has_config, is_mxfp8, stored_param
 from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.keep import keep, overwritten
 from vllm_refit_ext.receiver.recording import Recording, record
@@ -35,7 +35,7 @@ _CONVERTED = re.compile(r"(\w+) is converted to (\w+)")
 
 
 class Targets(msgspec.Struct):
-    """placements: boxes of buffers of this rank. params: live tensors by buffer name, for buffers in place. held: the MXFP8
+    """placements: boxes of buffers of this rank. params: live tensors by buffer name, for buffers in place. stored: the MXFP8
     parameters among them. reload: names that take the engine's reload, with the reason. reloaded: engine parameter -> elements
     that this reload must write. dropped: names that the loaders skip here, with the reason. casts: names whose elements are
     converted, and how. quantise: names whose parameter holds MXFP8. kept: engine parameters and offered tensors that stay as
@@ -47,7 +47,7 @@ class Targets(msgspec.Struct):
     rank: int
     placements: Placements
     params: dict[str, torch.Tensor]
-    held: dict[str, HeldParam]
+    stored: dict[str, StoredParam]
     reload: dict[str, str]
     reloaded: dict[str, int]
     dropped: dict[str, str]
@@ -65,12 +65,12 @@ class Targets(msgspec.Struct):
     def writer(self) -> str:
         """`in place`, `reload`, or both."""
         kinds = {b.layout.startswith(CHECKPOINT) for b in self.placements.buffers}
-        names = [name for staged, name in ((False, "in place"), (True, "reload")) if staged in kinds]
+        names = [name for reloaded, name in ((False, "in place"), (True, "reload")) if reloaded in kinds]
         return " and ".join(names) or "nothing"
 
     def written(self) -> list[torch.Tensor]:
         """Every live tensor that moves in place fill."""
-        return [*self.params.values(), *(t for one in self.held.values() for t in (one.values, *one.scales))]
+        return [*self.params.values(), *(t for one in self.stored.values() for t in (one.values, *one.scales))]
 
     def reloaded_by(self, names: Collection[str]) -> dict[str, int]:
         """What of `reloaded` a refit of `names` must write. Raises SessionError where it would give the reload a part of a
@@ -103,11 +103,11 @@ class Targets(msgspec.Struct):
         return ([t is None for t in now], *looks, [config_scale(*slot) for slot in self.configs])
 
 
-def _slots(model: nn.Module, params: Iterable[str], held: Iterable[str]) -> list[Any]:
+def _slots(model: nn.Module, params: Iterable[str], stored: Iterable[str]) -> list[Any]:
     """The model, then (module, attribute) of everything written in place. Walking a model's names takes milliseconds, this
     does not."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    names = [*params, *(name + ending for name in held for ending in ("", SCALE))]
+    names = [*params, *(name + ending for name in stored for ending in ("", SCALE))]
     return [model, *((modules[owner], attribute) for owner, _, attribute in (name.rpartition(".") for name in names))]
 
 
@@ -137,13 +137,13 @@ def build_targets(
     inside = {b.name for b in placements.buffers if b.layout == PLAIN or b.layout.startswith(DEQUANTISED)}
     coded = {b.name for b in placements.buffers if coding_of(b.layout)}
     params = {name: live[name] for name in live if name in inside}
-    held = {name: found[name] for name in found if name in coded}
-    slots = _slots(view.model, params, held)
+    stored = {name: found[name] for name in found if name in coded}
+    slots = _slots(view.model, params, stored)
     return Targets(
         rank=rank,
         placements=placements,
         params=params,
-        held=held,
+        stored=stored,
         slots=slots,
         configs=[(m, a) for m, a in slots[1:] if a.endswith("weight") and has_config(m)],
         reload=reload,
@@ -174,29 +174,29 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _look_at_parameters(
     view: WorkerView, routes: Routes, live: dict[str, torch.Tensor]
-) -> tuple[dict[str, HeldParam], dict[str, str]]:
+) -> tuple[dict[str, StoredParam], dict[str, str]]:
     """The MXFP8 parameters by name, and the parameters that can't be written in place, with the reason."""
     modules = dict(view.model.named_modules(remove_duplicate=False))
-    held: dict[str, HeldParam] = {}
+    stored: dict[str, StoredParam] = {}
     unknown: dict[str, str] = {}
     for buffer in routes.placements.buffers:
         owner, _, attribute = buffer.name.rpartition(".")
         module = modules[owner]
         if is_mxfp8(module) and attribute.endswith("weight"):
-            found = held_param(buffer, module, view.device, view.vllm_config.model_config.dtype)
-            if isinstance(found, HeldParam):
-                held[buffer.name] = found
+            found = stored_param(buffer, module, view.device, view.vllm_config.model_config.dtype)
+            if isinstance(found, StoredParam):
+                stored[buffer.name] = found
             else:
                 unknown[buffer.name] = found
             continue
         layout, reason = layout_of(buffer, live.get(buffer.name), module, view)
         if not layout:
             unknown[buffer.name] = reason
-    return held, unknown
+    return stored, unknown
 
 
 def _casts(routes: Routes, manifest: Manifest) -> Iterable[tuple[str, str]]:
-    """Names that a parameter takes in another dtype than they travel in, with how they are converted."""
+    """Names that a parameter takes in another dtype than they are sent in, with how they are converted."""
     table = routes.placements
     for code in np.unique(table.tensor * len(table.buffers) + table.buffer).tolist():
         t, b = divmod(code, len(table.buffers))
@@ -205,17 +205,19 @@ def _casts(routes: Routes, manifest: Manifest) -> Iterable[tuple[str, str]]:
             yield table.names[t], cast_text(*pair)
 
 
-def _quantisable(routes: Routes, held: Mapping[str, HeldParam], manifest: Manifest) -> Iterable[str]:
+def _quantisable(routes: Routes, stored: Mapping[str, StoredParam], manifest: Manifest) -> Iterable[str]:
     """Names that the engine wants as MXFP8: those of its MXFP8 parameters whose last dimension has whole blocks."""
     table = routes.placements
-    coded = np.array([b.name in held for b in table.buffers], bool)
+    coded = np.array([b.name in stored for b in table.buffers], bool)
     for t in np.unique(table.tensor[coded[table.buffer]]) if len(table) else []:
         spec = manifest.tensors[table.names[t]]
         if len(spec.shape) >= 2 and spec.shape[-1] % 32 == 0:
             yield table.names[t]
 
 
-def _problems(recording: Recording, reload: dict[str, str], held: Mapping[str, HeldParam], manifest: Manifest) -> list[Problem]:
+def _problems(
+    recording: Recording, reload: dict[str, str], stored: Mapping[str, StoredParam], manifest: Manifest
+) -> list[Problem]:
     """What is missing: parameters that no offered tensor fills, names that nothing here knows, tensors in a form that can't be
     loaded."""
     routes = recording.routes
@@ -230,7 +232,7 @@ def _problems(recording: Recording, reload: dict[str, str], held: Mapping[str, H
             odd.get(name) or _hint(name, manifest),
         )
         for name, what in routes.unwritten.items()
-        if not (name.endswith(SCALE) and name.removesuffix(SCALE) in filled & (held.keys() | _coded_when_made(routes)))
+        if not (name.endswith(SCALE) and name.removesuffix(SCALE) in filled & (stored.keys() | _coded_when_made(routes)))
     ]
     for name, reason in routes.computed.items():
         pair = _CONVERTED.match(reason)

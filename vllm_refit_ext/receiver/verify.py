@@ -12,8 +12,8 @@ import torch
 from vllm_refit_ext.core.errors import ConfigError, ManifestError, SessionError
 from vllm_refit_ext.core.messages import Digests, VerifyReply, read_digests
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.receiver.held_digests import HeldDigests
 from vllm_refit_ext.receiver.prepared import Prepared
+from vllm_refit_ext.receiver.stored_digests import StoredDigests
 from vllm_refit_ext.wires.boxes import MODULUS, move_digest
 
 SHOWN = 20
@@ -21,7 +21,7 @@ SHOWN = 20
 
 
 def compare(prepared: Prepared, rank: int, version: str, reloaded: dict[str, int] | None, expected: object) -> VerifyReply:
-    """Digests of this rank's share, and the names that differ from what is expected, in plan order.
+    """Digests of this rank's part of the plan, and the names that differ from what is expected, in plan order.
 
     reloaded: digests of what the last refit handed to the engine's reload; None if none was asked for them. expected: nothing,
     or by rank as text, by tensor, hexadecimal. Raises ConfigError and ManifestError for digests that can't be read or are of
@@ -39,7 +39,7 @@ def compare(prepared: Prepared, rank: int, version: str, reloaded: dict[str, int
             do="set SenderConfig(hash_reloaded=True), refit, then verify",
         )
     if prepared.digests is None:
-        prepared.digests = HeldDigests(writer.plan, prepared.targets.params, prepared.targets.held, prepared.view.device)
+        prepared.digests = StoredDigests(writer.plan, prepared.targets.params, prepared.targets.stored, prepared.view.device)
     live = prepared.digests(writer.content).get(prepared.targets.rank, {})
     handed = reloaded or {}
     total = {name: (live.get(name, 0) + handed.get(name, 0)) % MODULUS for name in [*live, *handed]}
@@ -48,7 +48,7 @@ def compare(prepared: Prepared, rank: int, version: str, reloaded: dict[str, int
         rank=rank,
         version=version,
         digests=digests,
-        staged=sorted(handed),
+        reloaded=sorted(handed),
         unhashed=sorted(unhashed),
         differs=[name for name in names if name in want and digests.get(name) != want[name]],
     )

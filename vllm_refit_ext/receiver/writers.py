@@ -70,7 +70,7 @@ class ReloadWriter:
     """Feeds the engine's own reload with tensors of checkpoint shape.
 
     A tensor is filled when the reload asks for it and dropped when its layer is done, so the peak is one layer. Elements that no
-    route of this rank reads stay zero: the loaders skip them. What travels as MXFP8 and is loaded as floats is dequantised.
+    route of this rank reads stay zero: the loaders skip them. What is sent as MXFP8 and is loaded as floats is dequantised.
     """
 
     name = "reload"

@@ -39,7 +39,7 @@ class Calls(Generic[T]):
     def _run(self, index: int, engine: EngineClient) -> T:
         try:
             return self._work(index, engine)
-        except Exception as error:  # whatever it is, it is told with the engine's name
+        except Exception as error:  # whatever it is, it is reported with the engine's name
             located = _located(as_refit_error(error), self._names[index])
             self._failed(index, located)
             raise located from error

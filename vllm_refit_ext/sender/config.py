@@ -1,4 +1,4 @@
-"""What a sender can be told."""
+"""The settings of a sender."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SenderConfig(Settings, frozen=True):
-    """wire: how bytes travel. unused: checkpoint names that no engine rank needs to read. caches: what a commit does with caches
+    """wire: how bytes move. unused: checkpoint names that no engine rank needs to read. caches: what a commit does with caches
     of older weights, see `core.messages.CachePolicy`. deadline_s: seconds within which a refit must end, and each call of an
     engine in `prepare` and `verify`. resident: the trainer's memory is never freed between refits, so engines may keep it mapped.
     prequantize: quantise in the trainer what engines hold as MXFP8, and the checkpoint names in `quantise` beside. sample: moves

@@ -58,7 +58,7 @@ class Conversion(NamedTuple):
     pieces: dict[str, list[Piece]]
 
 
-class Held(NamedTuple):
+class LocalTensor(NamedTuple):
     """A rank's part of a tensor of the model: row-major memory of shape `local`, and which boxes of the tensor it holds."""
 
     name: str
@@ -169,12 +169,12 @@ def _conversion(tensors: Mapping[str, Whole], found: Mapping[str, tuple[Whole, l
     return conversion
 
 
-def place(conversion: Conversion, held: Iterable[Held], rank: int = 0) -> Placements:
-    """The placements of what a rank holds: one buffer for each of `held`, in order."""
+def place(conversion: Conversion, local: Iterable[LocalTensor], rank: int = 0) -> Placements:
+    """The placements of what a rank holds: one buffer for each of `local`, in order."""
     buffers: list[Buffer] = []
     rows: list[Placement] = []
     dtypes = {piece.name: conversion.specs[piece.name].dtype for pieces in conversion.pieces.values() for piece in pieces}
-    for item in held:
+    for item in local:
         pieces = conversion.pieces[item.name]
         dtype = dtypes[pieces[0].name]
         size, strides = ITEMSIZE[dtype], row_major(item.local)

@@ -24,7 +24,7 @@ from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, WireError
 from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.core.placement import Placements
-from vllm_refit_ext.sender.conversion import Convert, Held, Whole, place, record
+from vllm_refit_ext.sender.conversion import Convert, LocalTensor, Whole, place, record
 from vllm_refit_ext.sender.geometry import Shape, Shard, shards
 from vllm_refit_ext.sender.look import Look
 from vllm_refit_ext.sender.names import Place, adapted, places, plain_names, unmerged, unwrapped
@@ -89,7 +89,7 @@ class DTensorSource:
         conversion = record(tensors, convert)
         offered = [(p, local) for name, (p, local) in locals_.items() if conversion.pieces[name]]
         self.placements: Placements = place(
-            conversion, [Held(p.name, tuple(local.memory.shape), local.shards) for p, local in offered]
+            conversion, [LocalTensor(p.name, tuple(local.memory.shape), local.shards) for p, local in offered]
         )
         names = set(self.placements.names)
         self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in conversion.specs.items() if n in names}

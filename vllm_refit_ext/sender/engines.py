@@ -12,11 +12,11 @@ import numpy as np
 from vllm_refit_ext.client import LATE_S, EngineClient, raise_problems
 from vllm_refit_ext.core.coverage import check_consumed
 from vllm_refit_ext.core.errors import ConfigError, PlanError, Problem, RefitError
+from vllm_refit_ext.core.hosts import Hosts, distances
 from vllm_refit_ext.core.manifest import Manifest, Offer, pack_offer
 from vllm_refit_ext.core.messages import PrepareReply, UpdateInfo, UpdateReport
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.core.sites import Sites, distances
 from vllm_refit_ext.core.table import unpack_placements
 from vllm_refit_ext.sender.calls import Calls, call_all, engine_name
 from vllm_refit_ext.sender.prepared import EngineRanks
@@ -42,7 +42,7 @@ class Engines:
         self,
         manifest: Manifest,
         sources: Placements,
-        sites: tuple[str, ...],
+        hosts: tuple[str, ...],
         fp8_config: dict[str, Any] | None,
         unused: Sequence[str],
     ) -> list[EngineRanks]:
@@ -50,7 +50,7 @@ class Engines:
         firsts = self.firsts()
 
         def offer(index: int, engine: EngineClient) -> EngineRanks:
-            offered = pack_offer(Offer(manifest, sources, firsts[index], sites))
+            offered = pack_offer(Offer(manifest, sources, firsts[index], hosts))
             replies = engine.prepare(offered, fp8_config, self.deadline_s, self.keep, unused)
             raise_problems(replies)
             return _one_replica(firsts[index], replies)
@@ -58,18 +58,18 @@ class Engines:
         return self._all(offer, "they are prepared")
 
     def plan(
-        self, manifest: Manifest, sources: Placements, sites: tuple[str, ...], ranks: Sequence[EngineRanks], unused: Sequence[str]
-    ) -> tuple[Plan, Sites]:
-        """The joint plan from what the engines answered, which each engine rank must hold its share of. Raises PlanError."""
+        self, manifest: Manifest, sources: Placements, hosts: tuple[str, ...], ranks: Sequence[EngineRanks], unused: Sequence[str]
+    ) -> tuple[Plan, Hosts]:
+        """The joint plan from what the engines answered, which each engine rank must hold its part of. Raises PlanError."""
         tables = [unpack_placements(r.targets) for e in ranks for r in e.replies if r.targets is not None]
         read = {t.names[i] for t in tables for i in np.unique(t.tensor)}
         kept = {n for e in ranks for r in e.replies for n in r.kept if n in manifest.tensors}
         problems = check_consumed(manifest, read, [*unused, *kept])
         if problems:
             raise PlanError.of(problems, f"{len(problems)} offered tensor(s) go nowhere")
-        at = Sites(sites, [r.site for e in ranks for r in e.replies])
+        at = Hosts(hosts, [r.host for e in ranks for r in e.replies])
         try:
-            plan = build_plan(manifest, sources, concatenate(tables), distances(sites, dict(enumerate(at.engines))))
+            plan = build_plan(manifest, sources, concatenate(tables), distances(hosts, dict(enumerate(at.engines))))
         except PlanError as error:
             raise self.named(error, ranks) from None
         differ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Histogram
 
 REFITS = Counter("refit_total", "Refits by how they ended", ["result"])
-BYTES = Counter("refit_bytes_total", "Bytes that travelled to all engine ranks")
+BYTES = Counter("refit_bytes_total", "Bytes that were sent to all engine ranks")
 SECONDS = Histogram("refit_seconds", "Seconds of a refit by phase", ["phase"], buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100))
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, ManifestError, Problem, WireError
+from vllm_refit_ext.core.hosts import this_host
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import PrepareReply
 from vllm_refit_ext.core.part import names_in
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.plan_wire import PackedPlan
-from vllm_refit_ext.core.sites import this_site
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
 from vllm_refit_ext.sender.look import Look, misfits
 from vllm_refit_ext.sender.prequantize import Prequantised
@@ -31,10 +31,10 @@ class Description(msgspec.Struct):
     tensors: dict[str, TensorSpec]
     aliases: dict[str, str]
     placements: PackedPlacements
-    site: str
+    host: str
 
 
-class Share(msgspec.Struct):
+class RankPart(msgspec.Struct):
     """What rank 0 tells a rank about the plan. plan: the moves out of that rank. total: bytes of the whole plan."""
 
     manifest: Manifest
@@ -91,7 +91,7 @@ class Offered:
     def describe(self) -> bytes:
         """The message for rank 0."""
         aliases = dict(self.source.aliases)
-        return msgspec.msgpack.encode(Description(self.specs, aliases, pack_placements(self.placements), this_site()))
+        return msgspec.msgpack.encode(Description(self.specs, aliases, pack_placements(self.placements), this_host()))
 
     def current(self, seconds: dict[str, float]) -> Sequence[torch.Tensor]:
         """What the trainer holds now, in the order of the buffers of `placements`: contiguous, of their shapes and dtypes. Adds
@@ -169,7 +169,7 @@ def joined(raw: list[bytes]) -> tuple[Manifest, Placements, tuple[str, ...]]:
     sources = concatenate([unpack_placements(d.placements) for d in described])
     if not len(sources):
         sources = Placements.from_rows(sources.buffers, [], list(manifest.tensors))
-    return manifest, sources, tuple(d.site for d in described)
+    return manifest, sources, tuple(d.host for d in described)
 
 
 def make_source(given: Source | Callable[[], Source]) -> Source:

@@ -1,6 +1,6 @@
 """Quantising in the trainer: a rank's shards as E4M3 codes and scales, in place of the tensors that engines hold as MXFP8.
 
-Half the bytes then travel, and a trainer with many engine ranks quantises once instead of each of them. It costs memory for
+Half the bytes are then sent, and a trainer with many engine ranks quantises once instead of each of them. It costs memory for
 codes and scales, 33/64 of the BF16 shards, which stays allocated between refits so that its addresses do. The rule is always
 "ceil" (`core.mxfp8`), so the bits are those of a checkpoint quantised by ModelOpt or TransformerEngine, not those of an engine
 that quantises by another rule while loading.
@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.coded import TRAVELLING_SCALE
+from vllm_refit_ext.core.coded import SENT_SCALE
 from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import ConfigError, Problem
-from vllm_refit_ext.core.layouts import Held
+from vllm_refit_ext.core.layouts import Stored
 from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Buffer, Placements, concatenate
@@ -31,7 +31,7 @@ QUANTISABLE = ("bfloat16", "float32")
 class Prequantised:
     """A rank's offer with `names` quantised.
 
-    specs: the manifest's entries, those of `names` as `mxfp8` with their partners. placements, tensors: what travels, the
+    specs: the manifest's entries, those of `names` as `mxfp8` with their partners. placements, tensors: what is sent, the
     buffers in the order of the tensors: all of the given ones as `fill` last saw them, then codes and scales of each that holds
     one of `names`.
     """
@@ -57,8 +57,8 @@ class Prequantised:
                 self.specs[name] = spec
                 continue
             scales = (*spec.shape[:-1], spec.shape[-1] // BLOCK)
-            self.specs[name] = TensorSpec(spec.shape, CODES, "mxfp8", name + TRAVELLING_SCALE)
-            self.specs[name + TRAVELLING_SCALE] = TensorSpec(scales, "uint8")
+            self.specs[name] = TensorSpec(spec.shape, CODES, "mxfp8", name + SENT_SCALE)
+            self.specs[name + SENT_SCALE] = TensorSpec(scales, "uint8")
         used = np.unique(placements.buffer[coded]).tolist()
         self._used = used
         self._codes = [torch.empty(tensors[i].shape, dtype=torch.uint8, device=tensors[i].device) for i in used]
@@ -107,7 +107,9 @@ class Prequantised:
             return
         buffers = [t for triple in zip(sources, self._codes, self._scales, strict=True) for t in triple]
         moves = [
-            QuantizeMove(strided(_matrix(s), 3 * i), Stack("plain", At(3 * i + 1), At(3 * i + 2), _held(s)), (0, 0), "ceil", name)
+            QuantizeMove(
+                strided(_matrix(s), 3 * i), Stack("plain", At(3 * i + 1), At(3 * i + 2), _stored(s)), (0, 0), "ceil", name
+            )
             for i, (s, name) in enumerate(zip(sources, self._names, strict=True))
         ]
         self._table = bound(moves, sources[0].device, buffers, self._table)
@@ -162,7 +164,7 @@ def _pairs(placements: Placements, coded: np.ndarray, used: list[int]) -> list[P
     # Only what is coded has scales: an engine refuses a table with a name that the manifest lacks.
     named, tensor = np.unique(rows.tensor, return_inverse=True)
     codes = Placements([rows.names[t] for t in named], buffers, tensor, 2 * number, rows.lo, rows.hi, offset, steps)
-    names = [n + TRAVELLING_SCALE for n in codes.names]
+    names = [n + SENT_SCALE for n in codes.names]
     lo, hi, blocks = rows.lo.copy(), rows.hi.copy(), steps // BLOCK
     for r in range(len(rows)):
         last = int(np.flatnonzero(steps[r] == 1).max())
@@ -187,5 +189,5 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _held(tensor: torch.Tensor) -> Held:
-    return Held(tensor.numel() // tensor.shape[-1], tensor.shape[-1])
+def _stored(tensor: torch.Tensor) -> Stored:
+    return Stored(tensor.numel() // tensor.shape[-1], tensor.shape[-1])

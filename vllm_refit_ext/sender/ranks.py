@@ -2,13 +2,13 @@
 
 Rank 0 drives the engine; the others must learn how that went. Each step of a refit is one `exchange`: every rank's value or
 problems go to rank 0, and rank 0's answer, or all the problems, comes back to every rank. A rank that fails still takes part, so
-nobody waits for it; one that died or stopped is found by the deadline, and the others are told its number.
+nobody waits for it; one that died or stopped is found by the deadline, and the others learn its number.
 
 Every exchange belongs to a call (`prepare`, `refit`, ...) that all ranks make together: `call` numbers them. So what an earlier
-call left behind is never taken for an answer of this one, and ranks that are in different calls are told so.
+call left behind is never taken for an answer of this one, and ranks that are in different calls learn so.
 
 Messages go through the key-value store of torch.distributed, not through a collective: a collective that timed out leaves its
-group unusable, and then nobody could be told why. Whoever hosts the store (the launcher, or rank 0) must outlive the last call.
+group unusable, and then nobody could learn why. Whoever hosts the store (the launcher, or rank 0) must outlive the last call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def answer_of(work: Callable[[], bytes]) -> Answer:
-    """Run `work`; its value, or its problems where it raises. Errors that are not ours are told by their class and text."""
+    """Run `work`; its value, or its problems where it raises. Errors that are not ours are reported by their class and text."""
     try:
         return Answer(work())
     except Exception as error:  # noqa: BLE001 - it must reach the other ranks, which wait for this one

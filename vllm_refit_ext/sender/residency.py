@@ -137,11 +137,11 @@ class Residency:
         """Copy a storage to host memory that is kept for the next time."""
         memory = _bytes_of(storage)
         key = storage._cdata
-        held = self._host.get(key)
-        if held is None or held.numel() != memory.numel():
-            held = self._host[key] = torch.empty(memory.numel(), dtype=torch.uint8, pin_memory=memory.device.type == "cuda")
-        held.copy_(memory, non_blocking=True)
-        return held
+        copy = self._host.get(key)
+        if copy is None or copy.numel() != memory.numel():
+            copy = self._host[key] = torch.empty(memory.numel(), dtype=torch.uint8, pin_memory=memory.device.type == "cuda")
+        copy.copy_(memory, non_blocking=True)
+        return copy
 
     def _storages(self, part: Part) -> list[Any]:
         """The storages of a part, each once. What the optimizer shares with the model belongs to the model."""
@@ -265,6 +265,6 @@ class PinnedSwap:
 
 
 def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type == "cuda")
-    held.copy_(tensor)
-    return held
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type == "cuda")
+    copy.copy_(tensor)
+    return copy

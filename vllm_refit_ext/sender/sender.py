@@ -7,7 +7,7 @@
         sender.refit(f"step-{step}")
 
 `prepare` describes this rank's shards, lets rank 0 offer those of all ranks to the engines, and builds the joint plan from the
-boxes that the engines' ranks answer with. Each engine rank planned for itself; its digest must equal that of its share of the
+boxes that the engines' ranks answer with. Each engine rank planned for itself; its digest must equal that of its part of the
 joint plan. `refit` makes the bytes that the plan names readable, has the engines pull and commit, and returns a report.
 """
 
@@ -22,16 +22,16 @@ import msgspec
 
 from vllm_refit_ext.client import LATE_S, EngineClient
 from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, SessionError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import Offer, pack_offer, suggest
 from vllm_refit_ext.core.messages import UpdateInfo, UpdateReport
 from vllm_refit_ext.core.part import names_in, part_of
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.plan_wire import pack_plan, unpack_plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.sender import metrics
 from vllm_refit_ext.sender.config import SenderConfig
 from vllm_refit_ext.sender.engines import Engines
-from vllm_refit_ext.sender.prepared import EngineRanks, Offered, Prepared, Share, joined, make_source
+from vllm_refit_ext.sender.prepared import EngineRanks, Offered, Prepared, RankPart, joined, make_source
 from vllm_refit_ext.sender.publication import Publication, Publisher, Retain, check_part, everything
 from vllm_refit_ext.sender.ranks import Ranks, answer_of, as_refit_error
 from vllm_refit_ext.sender.source import Source
@@ -43,9 +43,9 @@ class RefitReport(msgspec.Struct, frozen=True):
     """One refit as every trainer rank sees it.
 
     seconds: `quantise`, `publish` (this rank's part of the wire), `transfer` (wire `collective`: until its last byte was taken),
-    `update` (from the calls to the engines' commits), `total`. nbytes: what travelled to all engine ranks. engines: the reports
+    `update` (from the calls to the engines' commits), `total`. nbytes: what was sent to all engine ranks. engines: the reports
     of all engine ranks, by engine. sent: payload bytes that this rank itself sent, by engine rank (wire `collective`); where
-    engine ranks of a site hand boxes to each other, `nbytes` counts every copy and `sent` the one.
+    engine ranks of a host hand boxes to each other, `nbytes` counts every copy and `sent` the one.
     """
 
     version: str
@@ -115,10 +115,10 @@ class RefitSender:
         opened: list[Prepared] = []
 
         def open_wire() -> bytes:
-            share = msgspec.msgpack.decode(raw, type=Share)
-            plan, engines, offer = joint[0] if joint else (unpack_plan(share.plan, share.manifest), [], b"")
-            half = wire(self.config.wire).open_sender(self.ranks.rank, share.wire, made[0].tensors)
-            opened.append(Prepared(made[0], plan, half, share.total, engines, offer=offer))
+            part = msgspec.msgpack.decode(raw, type=RankPart)
+            plan, engines, offer = joint[0] if joint else (unpack_plan(part.plan, part.manifest), [], b"")
+            half = wire(self.config.wire).open_sender(self.ranks.rank, part.wire, made[0].tensors)
+            opened.append(Prepared(made[0], plan, half, part.total, engines, offer=offer))
             half.resident = self.config.resident
             if half.sends and any(e.replicas > 1 for e in engines):
                 what = "an engine has several data parallel replicas, and this wire sends to each rank by its number"
@@ -155,21 +155,21 @@ class RefitSender:
     def _plan_together(self, raw: list[bytes], joint: list[tuple[Plan, list[EngineRanks], bytes]]) -> list[bytes]:
         """On rank 0: offer what all ranks hold, plan with what the engines answer, and cut the plan for the ranks."""
         self._publisher.serve()
-        manifest, sources, sites = joined(raw)
+        manifest, sources, hosts = joined(raw)
         fp8_config = {"prequantize": True} if self.config.prequantize else None
         whole, offer = None, b""
         if self.config.registry_port is not None:
-            whole, offer = everything(manifest, sources), pack_offer(Offer(manifest, sources, 0, sites))
+            whole, offer = everything(manifest, sources), pack_offer(Offer(manifest, sources, 0, hosts))
         if whole is not None and self._takers_only:
-            engines, plan, at = [], whole, Sites(sites, [])
+            engines, plan, at = [], whole, Hosts(hosts, [])
         else:
-            engines = self._engines.prepare(manifest, sources, sites, fp8_config, self.config.unused)
-            plan, at = self._engines.plan(manifest, sources, sites, engines, self.config.unused)
+            engines = self._engines.prepare(manifest, sources, hosts, fp8_config, self.config.unused)
+            plan, at = self._engines.plan(manifest, sources, hosts, engines, self.config.unused)
         joint.append((plan, engines, offer))
-        wires = wire(self.config.wire).shares(whole or plan, at, self.config.bucket_bytes)
+        wires = wire(self.config.wire).send_tables(whole or plan, at, self.config.bucket_bytes)
         total = int(plan.nbytes.sum())
         return [
-            msgspec.msgpack.encode(Share(manifest, pack_plan(plan.for_source(rank)), wires[rank], total))
+            msgspec.msgpack.encode(RankPart(manifest, pack_plan(plan.for_source(rank)), wires[rank], total))
             for rank in range(self.ranks.size)
         ]
 
@@ -189,7 +189,7 @@ class RefitSender:
     def refit(self, version: str, part: Sequence[str] = ()) -> RefitReport:
         """Hand the current weights to the engines as `version`, the same on all ranks. Returns when every engine serves them.
 
-        part: names or globs of checkpoint tensors (see `core.part`); their bytes alone travel, and everything else stays bit for
+        part: names or globs of checkpoint tensors (see `core.part`); only their bytes are sent, and everything else stays bit for
         bit in the engines, whose status says which parts are of which version. Empty for all. On the wires `shm` and `ipc`.
 
         Every engine commits for itself: where one fails, the others serve the new version, and the error names each. Raises
@@ -248,7 +248,7 @@ class RefitSender:
         return [msgspec.msgpack.encode(_Verdict(time.perf_counter() - begin, engines, nbytes))] * self.ranks.size
 
     def _messages(self, version: str, info: Any, session: str, part: Sequence[str] = ()) -> list[UpdateInfo]:
-        """What each engine is told. info: the wire's own part."""
+        """The message to each engine. info: the wire's own part."""
         field: dict[str, Any] = {self.config.wire: info}
         return [
             UpdateInfo(

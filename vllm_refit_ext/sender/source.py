@@ -18,7 +18,7 @@ class Source(Protocol):
     ----------
     specs: Hugging Face name -> shape and dtype of the whole tensor, for every tensor that this rank holds a part of. Ranks that
         hold parts of the same tensor say the same.
-    aliases: second name of a tied tensor -> the name that travels.
+    aliases: second name of a tied tensor -> the name that is sent.
     placements: one row a box of a checkpoint tensor, one `Buffer` a tensor of `tensors`, in the same order. Byte offsets and
         strides count from the tensor's first element. The sender numbers the ranks, so a buffer's rank may be left at 0.
     tensors: the live memory, one contiguous tensor a buffer, of the buffer's shape and dtype. An optimizer step changes it in

@@ -75,12 +75,12 @@ class Checkpoint(Memory):
         plan = build_plan(self.manifest, whole_tensors(self.manifest), targets)
         found = {}
         for reply in replies:
-            share = plan.for_target(reply.rank)
-            scales = ScaleMoves(share)
+            mine = plan.for_target(reply.rank)
+            scales = ScaleMoves(mine)
 
-            def content(move: int, share: Any = share, scales: ScaleMoves = scales) -> Content:
-                return sent_content(share, move, self, scales)
+            def content(move: int, mine: Any = mine, scales: ScaleMoves = scales) -> Content:
+                return sent_content(mine, move, self, scales)
 
-            total = sum_by_tensor(share, range(len(share)), content)
+            total = sum_by_tensor(mine, range(len(mine)), content)
             found[reply.rank] = {name: f"{value % MODULUS:016x}" for name, value in total.items()}
         return found

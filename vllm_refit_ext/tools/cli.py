@@ -139,7 +139,7 @@ def _print_json(value: Any) -> None:
 
 
 def run(call: Callable[[], Any]) -> int:
-    """The exit status of `call`; an error of this project is told without a traceback and gives 2."""
+    """The exit status of `call`; an error of this project is printed without a traceback and gives 2."""
     try:
         return int(call() or 0)
     except RefitError as error:

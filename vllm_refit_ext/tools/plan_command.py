@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_refit_ext.core.errors import ConfigError
+from vllm_refit_ext.core.hosts import distances
 from vllm_refit_ext.core.manifest import Manifest, whole_tensors
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
-from vllm_refit_ext.core.sites import distances
-from vllm_refit_ext.tools.plan_report import PlanReport, Tally, grouped, travelling
-from vllm_refit_ext.tools.plan_traffic import Traffic, direct, forwarded, merged, relayed, sites_of
+from vllm_refit_ext.tools.plan_report import PlanReport, Tally, grouped, sent_bytes
+from vllm_refit_ext.tools.plan_traffic import Traffic, direct, forwarded, hosts_of, merged, relayed
 
 if TYPE_CHECKING:
     from megatron_sender.config import Engine, Recipe
@@ -58,8 +58,8 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
     sizes = [e.tp * e.pp for e in recipe.engines for _ in range(e.count * e.dp)]
     tally = Tally(recipe.trainer.world_size, sum(sizes))
     h, place, wire = recipe.hardware, _gpus(recipe, sum(sizes)), wire_name(recipe.refit)
-    sites = sites_of(place, h.gpus_per_host)
-    away = distances(sites.trainers, dict(enumerate(sites.engines)))
+    hosts = hosts_of(place, h.gpus_per_host)
+    away = distances(hosts.trainers, dict(enumerate(hosts.engines)))
     parts: list[Traffic] = []
     first, read = 0, set[str]()
     dropped: dict[str, str] = {}
@@ -86,8 +86,8 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
             plan = build_plan(manifest, sources, concatenate(places), away)
             tally.add(plan, path_of, coded)
             if wire == "collective":
-                bucket, bytes_of = recipe.refit.bucket_bytes, functools.partial(travelling, coded=coded)
-                parts.append(forwarded(plan, sites, place, h.gpus_per_host, bucket, bytes_of))
+                bucket, bytes_of = recipe.refit.bucket_bytes, functools.partial(sent_bytes, coded=coded)
+                parts.append(forwarded(plan, hosts, place, h.gpus_per_host, bucket, bytes_of))
             read |= {plan.names[t] for t in np.unique(plan.tensor)}
             first, left = first + len(places), left - now
         for r in routes:
@@ -97,7 +97,7 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
     if parts:
         traffic = merged(parts)
     elif wire == "ring":
-        traffic = relayed(tally.edges(), sites, place, h.gpus_per_host)
+        traffic = relayed(tally.edges(), hosts, place, h.gpus_per_host)
     else:
         traffic = direct(tally.bytes, place, h.gpus_per_host)
     speeds = [h.copy_bytes_per_second, h.host_bytes_per_second, h.network_bytes_per_second]
@@ -163,7 +163,7 @@ def _path(name: str, computed: dict[str, str], held: Callable[[str], bool], reci
         return "the engine's own reload", next(iter(grouped({name: computed[name]})))
     if held(name):
         if recipe.refit.prequantize:
-            return "travels as MXFP8", "the engine holds it as MXFP8 and the sender quantises"
+            return "is sent as MXFP8", "the engine holds it as MXFP8 and the sender quantises"
         return "quantised by the writer", "the engine holds it as MXFP8"
     if recipe.trainer.dtype != engine.dtype:
         return "copied, cast on the way", f"{recipe.trainer.dtype} in the trainer, {engine.dtype} in the engine"

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MXFP8_BYTES = 33 / 32
-"""Bytes an element with its share of the scale."""
+"""Bytes an element with its part of the scale."""
 
 
 class Path(msgspec.Struct, frozen=True):
-    """Tensors that take the same path for the same reason. nbytes: what travels for them to all engine ranks. example: one
+    """Tensors that take the same path for the same reason. nbytes: what is sent for them to all engine ranks. example: one
     name.
     """
 
@@ -34,11 +34,11 @@ class Path(msgspec.Struct, frozen=True):
     example: str
 
 
-def travelling(plan: Plan, coded: Callable[[str], bool]) -> Int:
-    """Bytes of each move as they travel, int64 [n]. coded: whether a tensor travels as MXFP8 already."""
-    travels = np.array([MXFP8_BYTES if coded(n) else 0.0 for n in plan.names])[plan.tensor] if len(plan) else np.zeros(0)
+def sent_bytes(plan: Plan, coded: Callable[[str], bool]) -> Int:
+    """Bytes of each move as it is sent, int64 [n]. coded: whether a tensor is sent as MXFP8 already."""
+    width = np.array([MXFP8_BYTES if coded(n) else 0.0 for n in plan.names])[plan.tensor] if len(plan) else np.zeros(0)
     elements = np.prod(plan.extent, axis=1, dtype=np.int64)
-    return np.where(travels > 0, (elements * travels).astype(np.int64), plan.nbytes)
+    return np.where(width > 0, (elements * width).astype(np.int64), plan.nbytes)
 
 
 class PlanReport(msgspec.Struct, frozen=True):
@@ -76,8 +76,8 @@ class Tally:
         self.unread: list[str] = []
 
     def add(self, plan: Plan, path_of: Callable[[str], tuple[str, str]], coded: Callable[[str], bool]) -> None:
-        """path_of: name -> (path, why). coded: whether a tensor travels as MXFP8 already."""
-        nbytes = travelling(plan, coded)
+        """path_of: name -> (path, why). coded: whether a tensor is sent as MXFP8 already."""
+        nbytes = sent_bytes(plan, coded)
         np.add.at(self.bytes, (plan.source_rank, plan.target_rank), nbytes)
         np.add.at(self.moves, (plan.source_rank, plan.target_rank), 1)
         total = np.zeros(len(plan.names), np.int64)
@@ -88,7 +88,7 @@ class Tally:
             group[name] = group.get(name, 0) + int(total[tensor])
 
     def note(self, path: str, why: str, names: Sequence[str]) -> None:
-        """Tensors that no bytes travel for."""
+        """Tensors that nothing is sent for."""
         self.paths.setdefault((path, why), {}).update(dict.fromkeys(names, 0))
         self.unread += names
 

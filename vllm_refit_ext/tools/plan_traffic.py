@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from vllm_refit_ext.core.box import Int
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.plan import Edge, Plan
 from vllm_refit_ext.core.relays import choose_relays
-from vllm_refit_ext.core.sites import Sites
 
 Place = tuple[Sequence[int], Sequence[int]]
 """The GPU of each trainer rank and of each engine rank, numbered over all hosts."""
@@ -107,10 +107,10 @@ class Traffic(msgspec.Struct, frozen=True):
         )
 
 
-def sites_of(place: Place, per_host: int) -> Sites:
+def hosts_of(place: Place, per_host: int) -> Hosts:
     """The hosts of both sides. per_host: GPUs of a host."""
     trainers, engines = ([str(gpu // per_host) for gpu in side] for side in place)
-    return Sites(trainers, engines)
+    return Hosts(trainers, engines)
 
 
 def direct(nbytes: Int, place: Place, per_host: int) -> Traffic:
@@ -120,31 +120,31 @@ def direct(nbytes: Int, place: Place, per_host: int) -> Traffic:
 
 
 def forwarded(
-    plan: Plan, sites: Sites, place: Place, per_host: int, bucket_bytes: int, travelling: Callable[[Plan], Int]
+    plan: Plan, hosts: Hosts, place: Place, per_host: int, bucket_bytes: int, sent_bytes: Callable[[Plan], Int]
 ) -> Traffic:
     """On wire `collective`: what engine ranks of a host have in common comes to one of them, which hands it on.
 
-    plan: of whole hosts, since engine ranks that are planned apart share nothing here. travelling: bytes of each move, int64 [n].
+    plan: of whole hosts, since engine ranks that are planned apart share nothing here. sent_bytes: bytes of each move, int64 [n].
     """
-    from vllm_refit_ext.wires.collective_forward import share
+    from vllm_refit_ext.wires.collective_forward import forwarding
 
     trainers, engines = (np.asarray(side, np.int64) for side in place)
-    shared = share(plan, sites, bucket_bytes)
+    shared = forwarding(plan, hosts, bucket_bytes)
     alone = ~np.isin(plan.target_rank, list(shared))
     source, target = [trainers[plan.source_rank[alone]]], [engines[plan.target_rank[alone]]]
-    nbytes = [travelling(plan)[alone]]
-    for rank, told in shared.items():
-        rows = told.rows
+    nbytes = [sent_bytes(plan)[alone]]
+    for rank, rank_table in shared.items():
+        rows = rank_table.rows
         lands = rows.holder == rank
         source.append(np.where(lands, trainers[rows.origin], engines[rows.holder]))
         target.append(np.full(len(rows.holder), engines[rank]))
-        nbytes.append(travelling(rows.plan))
+        nbytes.append(sent_bytes(rows.plan))
     return merged([Traffic(np.concatenate(source), np.concatenate(target), np.concatenate(nbytes), per_host)])
 
 
-def relayed(edges: Sequence[Edge], sites: Sites, place: Place, per_host: int) -> Traffic:
+def relayed(edges: Sequence[Edge], hosts: Hosts, place: Place, per_host: int) -> Traffic:
     """On wire `ring`: what lies on another host comes to a trainer rank of the engine rank's host, which shows it there."""
-    relays, rows = choose_relays(edges, sites), []
+    relays, rows = choose_relays(edges, hosts), []
     for edge in edges:
         via = relays.get((edge.source, edge.target), edge.source)
         if via != edge.source:

@@ -2,9 +2,9 @@
 
 A wire module has four functions, and the rest of the project knows no more of it:
 
-    shares(plan, sites, bucket_bytes) -> list of bytes
+    send_tables(plan, hosts, bucket_bytes) -> list of bytes
         rank 0 of the trainer, once: what each trainer rank must know to open its half
-    open_sender(rank, share, tensors) -> Sender
+    open_sender(rank, table, tensors) -> Sender
         each trainer rank, once
     info(parts) -> message
         rank 0, every refit: the field of `UpdateInfo` named like the wire, from all `begin`s
@@ -26,9 +26,9 @@ from typing import Any, Protocol
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, RefitError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import Message, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.wires.boxes import Memory
 
 NAMES = ("shm", "ipc", "ring", "collective")
@@ -85,7 +85,7 @@ class Reader(Memory):
     whole: the moves for the engine's reload, in the order in which their bytes come. steps: after the reload, a plan for each
     group of moves in place that are there together. two_sided: whether `start` waits for the other side, so that the ranks of the
     engine must agree after it. received: bytes by trainer rank, as they came; None where all is read that the plan names.
-    forwarded: bytes by engine rank of this site, in the plan's numbers; they are not in `received`."""
+    forwarded: bytes by engine rank of this host, in the plan's numbers; they are not in `received`."""
 
     whole: Plan
     steps: Sequence[Plan]
@@ -112,9 +112,9 @@ class Reader(Memory):
 class Wire(Protocol):
     """What a wire module offers."""
 
-    def shares(self, plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]: ...
+    def send_tables(self, plan: Plan, hosts: Hosts, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]: ...
 
-    def open_sender(self, rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> Sender: ...
+    def open_sender(self, rank: int, table: bytes, tensors: Sequence[torch.Tensor]) -> Sender: ...
 
     def info(self, parts: Sequence[bytes]) -> Message: ...
 

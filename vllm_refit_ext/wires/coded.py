@@ -15,7 +15,7 @@ from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.core.mxfp8 import BLOCK, Rule
 from vllm_refit_ext.core.placement import Int, Placements
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.kernels.twin import quantize_values
+from vllm_refit_ext.kernels.torch_moves import quantize_values
 from vllm_refit_ext.wires.boxes import Content, Memory, as_bytes, box_view, source_view
 
 CODES = "float8_e4m3fn"

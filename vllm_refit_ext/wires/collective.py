@@ -26,9 +26,9 @@ import msgspec
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, WireError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import CollectiveInfo, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import Column
 from vllm_refit_ext.wires import BUCKET_BYTES, Sender
 from vllm_refit_ext.wires.collective_forward import schedules, sent_by
@@ -41,9 +41,9 @@ from vllm_refit_ext.wires.rendezvous import CONNECT_S, Store, StoreServer, open_
 from vllm_refit_ext.wires.staging import rounds
 
 
-class _Share(msgspec.Struct):
+class _SendTable(msgspec.Struct):
     """What a trainer rank must know: the sizes of both sides, and its pieces as in `Outgoing`, one column each. tables, on rank
-    0: by engine rank what `read_table` reads, for those that share; forwarding names them, empty where there are none."""
+    0: by engine rank what `read_table` reads, for those that table; forwarding names them, empty where there are none."""
 
     trainers: int
     engines: int
@@ -80,10 +80,10 @@ class CollectiveSender(Sender):
 
     sends = True
 
-    def __init__(self, rank: int, share: _Share, backend: Backend) -> None:
-        self._share, self._backend = share, backend
-        self._link = Link(rank, rank_names(share.trainers, share.engines), backend)
-        self._packer = Packer(Outgoing.read(share.pieces), share.trainers, share.bucket_bytes)
+    def __init__(self, rank: int, table: _SendTable, backend: Backend) -> None:
+        self._table, self._backend = table, backend
+        self._link = Link(rank, rank_names(table.trainers, table.engines), backend)
+        self._packer = Packer(Outgoing.read(table.pieces), table.trainers, table.bucket_bytes)
         self._link.peers = self._packer.peers
         # Rank 0 alone serves the store, and keeps its port from now on.
         self._server = StoreServer(open_store()) if rank == 0 else None
@@ -91,14 +91,14 @@ class CollectiveSender(Sender):
             deadline = time.monotonic() + CONNECT_S
             store = Store(*self._server.address, deadline)
             store.put(_message_key(self._part().message()), b"", deadline)
-            for target in range(share.engines) if share.tables else ():
-                store.put(_table_key(share.forwarding, target), share.tables.get(target, b""), deadline)
-            share.tables = {}
+            for target in range(table.engines) if table.tables else ():
+                store.put(_table_key(table.forwarding, target), table.tables.get(target, b""), deadline)
+            table.tables = {}
 
     def _part(self) -> _Part:
         host, port = self._server.address if self._server is not None else ("", 0)
-        share = self._share
-        return _Part(self._backend, share.trainers, share.engines, share.bucket_bytes, share.forwarding, host, port)
+        table = self._table
+        return _Part(self._backend, table.trainers, table.engines, table.bucket_bytes, table.forwarding, host, port)
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Remember the live tensors; nothing is copied. Returns this rank's part of the message.
@@ -170,15 +170,15 @@ class _Kept:
         self.link.close()
 
 
-def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
+def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
     """Schedule the whole plan, and cut it up for the trainer's ranks. bucket_bytes: payload of a round and of a batch."""
-    ranks, engines = len(sites.trainers), len(sites.engines)
-    found, shared = schedules(plan, sites, bucket_bytes)
+    ranks, engines = len(hosts.trainers), len(hosts.engines)
+    found, shared = schedules(plan, hosts, bucket_bytes)
     tables = {rank: pack_table(mine, rank, plan.digest(rank)) for rank, mine in shared.items()}
     forwarding = hashlib.sha256(b"".join(tables.values())).hexdigest()[:16] if tables else ""
     return [
         msgspec.msgpack.encode(
-            _Share(
+            _SendTable(
                 ranks, engines, bucket_bytes, outgoing(sent_by(found, rank), plan, rank), forwarding, tables if rank == 0 else {}
             )
         )
@@ -195,7 +195,7 @@ def _table_key(forwarding: str, target: int) -> str:
     return f"forward/{forwarding}/{target}"
 
 
-def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> CollectiveSender:
+def open_sender(rank: int, table: bytes, tensors: Sequence[torch.Tensor]) -> CollectiveSender:
     """Make this rank's half. Raises WireError (no address to listen on), ConfigError (tensors on several kinds of device)."""
     kinds = {t.device.type for t in tensors}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
@@ -203,7 +203,7 @@ def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> Col
         raise ConfigError(
             "the trainer's tensors lie on several kinds of device", where=f"trainer rank {rank}", got=got, wanted="cpu or cuda"
         )
-    return CollectiveSender(rank, msgspec.msgpack.decode(share, type=_Share), "nccl" if kinds == {"cuda"} else "gloo")
+    return CollectiveSender(rank, msgspec.msgpack.decode(table, type=_SendTable), "nccl" if kinds == {"cuda"} else "gloo")
 
 
 def info(parts: Sequence[bytes]) -> CollectiveInfo:

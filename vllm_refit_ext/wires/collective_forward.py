@@ -1,10 +1,10 @@
-"""Forwarding: one copy of a box crosses to a site, and the engine ranks of the site hand it to each other. Pure tables.
+"""Forwarding: one copy of a box crosses to a host, and the engine ranks of the host hand it to each other. Pure tables.
 
-Trainer rank 0 knows the plan of all ranks and every rank's site. For each site with several engine ranks it finds the boxes that
-more than one of them needs, where a copy would cross from another site. Each of them lands on one rank, dealt so that the bytes
-that land are even over the ranks of the site, and comes from one of the trainer ranks that the plan names for it, dealt so that
+Trainer rank 0 knows the plan of all ranks and every rank's host. For each host with several engine ranks it finds the boxes that
+more than one of them needs, where a copy would cross from another host. Each of them lands on one rank, dealt so that the bytes
+that land are even over the ranks of the host, and comes from one of the trainer ranks that the plan names for it, dealt so that
 what trainer ranks send is even; the other ranks get it from the landing rank. A rank for which the plan names a trainer rank of
-its own site takes the box from there, and hands it on to those for which it would cross.
+its own host takes the box from there, and hands it on to those for which it would cross.
 
 Boxes that overlap only in part (engines of different size on one host) are cut where one of them begins or ends, unless one of
 them ends in a layout with blocks: then only equal boxes are shared. Boxes for an engine's own reload, which come first, are
@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.coded import CHECKPOINT, PLAIN
 from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.plan import Plan, overlaps
 from vllm_refit_ext.core.replicas import atoms_of
-from vllm_refit_ext.core.sites import Sites
-from vllm_refit_ext.wires.collective_schedule import Rows, Schedule, schedule_alone, schedule_shared
+from vllm_refit_ext.wires.collective_schedule import Rows, Schedule, schedule_alone, schedule_forwarding
 from vllm_refit_ext.wires.outgoing import Cut
 from vllm_refit_ext.wires.staging import ALIGN, boxes_of, cut_boxes, kinds_of, rounds
 
@@ -34,8 +34,8 @@ KINDS = 3
 """Of `kinds_of`: scales, for the reload, in place."""
 
 
-class Shared(msgspec.Struct):
-    """What one engine rank of a sharing site receives. rows: its pieces, with the source that sends each. move, start: int64 [n],
+class Forwarded(msgspec.Struct):
+    """What one engine rank of a sharing host receives. rows: its pieces, with the source that sends each. move, start: int64 [n],
     [n, D], the move of this rank's own plan that a piece is of, and where in its box the piece begins."""
 
     rows: Rows
@@ -43,53 +43,53 @@ class Shared(msgspec.Struct):
     start: Int
 
 
-def schedules(plan: Plan, sites: Sites, bucket_bytes: int) -> tuple[list[Schedule], dict[int, Shared]]:
+def schedules(plan: Plan, hosts: Hosts, bucket_bytes: int) -> tuple[list[Schedule], dict[int, Forwarded]]:
     """The schedule of every engine rank of the joint `plan`, and the tables of those that can't find theirs from their own plan.
 
     bucket_bytes: most payload of a round. In a schedule made here, the source columns are those of the trainer rank that sends.
     """
-    shared, trainers = share(plan, sites, bucket_bytes), len(sites.trainers)
+    shared, trainers = forwarding(plan, hosts, bucket_bytes), len(hosts.trainers)
     found = [
-        schedule_shared(shared[rank].rows, rank, trainers)
+        schedule_forwarding(shared[rank].rows, rank, trainers)
         if rank in shared
         else schedule_alone(rounds(plan.for_target(rank), bucket_bytes), trainers)
-        for rank in range(len(sites.engines))
+        for rank in range(len(hosts.engines))
     ]
     return found, shared
 
 
-def share(plan: Plan, sites: Sites, bucket_bytes: int) -> dict[int, Shared]:
-    """What each engine rank receives that has something in common with others of its site. Other ranks are left out."""
-    by_site: dict[str, list[int]] = {}
-    for rank, site in enumerate(sites.engines):
-        by_site.setdefault(site, []).append(rank)
+def forwarding(plan: Plan, hosts: Hosts, bucket_bytes: int) -> dict[int, Forwarded]:
+    """What each engine rank receives that has something in common with others of its host. Other ranks are left out."""
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts.engines):
+        by_host.setdefault(host, []).append(rank)
     kinds, found = kinds_of(plan), []
-    for site, ranks in by_site.items():
-        near = np.array([s == site for s in sites.trainers], bool)
+    for host, ranks in by_host.items():
+        near = np.array([s == host for s in hosts.trainers], bool)
         if len(ranks) > 1 and not near.all() and (groups := _groups(plan, kinds, np.array(ranks, np.int64), near)) is not None:
             found.append(groups)
     if not found:
         return {}
     sharing = np.isin(plan.target_rank, np.concatenate([g.ranks for g in found]))
-    sent = np.bincount(plan.source_rank[~sharing], plan.nbytes[~sharing], len(sites.trainers)).astype(np.int64).tolist()
+    sent = np.bincount(plan.source_rank[~sharing], plan.nbytes[~sharing], len(hosts.trainers)).astype(np.int64).tolist()
     dealt = [(groups, _cut(groups, bucket_bytes), _choices(groups)) for groups in found]
     for _, pieces, choices in dealt:  # what leaves no choice counts before anything is chosen
         total = np.bincount(choices.of[pieces.group], pieces.nbytes, len(choices.all)).astype(np.int64).tolist()
         for choice, nbytes in zip(choices.all, total, strict=True):
             for trainer in choice.forced:
                 sent[trainer] += nbytes
-    shares: dict[int, Shared] = {}
+    tables: dict[int, Forwarded] = {}
     for groups, pieces, choices in dealt:
-        shares |= _rows(plan, groups, pieces, _deal(groups, pieces, choices, sent))
-    return shares
+        tables |= _rows(plan, groups, pieces, _deal(groups, pieces, choices, sent))
+    return tables
 
 
 class _Groups(msgspec.Struct):
-    """The boxes that a site needs, in the order of their transfer. R engine ranks of the site, G boxes.
+    """The boxes that a host needs, in the order of their transfer. R engine ranks of the host, G boxes.
 
     ranks: [R], in the plan's numbers. kind, item, nbytes: [G], see `kinds_of`, bytes of an element, of the box. lo, extent: [G,
     D]. move: [G, R], the move of the joint plan that brings it to a rank, -1 where the rank does not need it. source: [G, R],
-    trainer rank of that move, or -1. near: [G, R], whether this trainer rank is of the site. forward: [G], whether ranks hand it
+    trainer rank of that move, or -1. near: [G, R], whether this trainer rank is of the host. forward: [G], whether ranks hand it
     on.
     """
 
@@ -127,7 +127,7 @@ class _Deal(msgspec.Struct):
 
 
 def _groups(plan: Plan, kinds: Int, ranks: Int, near: NDArray[np.bool_]) -> _Groups | None:
-    """The boxes of a site, or None where nothing need be handed on. near: [trainer ranks], whether it is of the site."""
+    """The boxes of a host, or None where nothing need be handed on. near: [trainer ranks], whether it is of the host."""
     rows = np.flatnonzero(np.isin(plan.target_rank, ranks))
     tensors = len(plan.names)
     code = kinds[rows] * tensors + plan.tensor[rows]
@@ -267,8 +267,8 @@ def _fewest_first(count: list[int], of: Int) -> list[int]:
     return [int(i) for i in np.argsort(many, kind="stable") if many[i]]
 
 
-def _rows(plan: Plan, groups: _Groups, pieces: _Pieces, deal: _Deal) -> dict[int, Shared]:
-    """The tables of the site's engine ranks."""
+def _rows(plan: Plan, groups: _Groups, pieces: _Pieces, deal: _Deal) -> dict[int, Forwarded]:
+    """The tables of the host's engine ranks."""
     width = groups.item[pieces.group]
     runs = deal.given * (1 + math.ceil(math.log2(max(ITEMSIZE.values())))) + np.log2(width).astype(np.int64)[:, None]
     gives: list[dict[tuple[int, int], list[int]]] = [{} for _ in groups.ranks]
@@ -287,7 +287,7 @@ def _rows_of(
     runs: Int,
     member: int,
     gives: dict[tuple[int, int], list[int]],
-) -> Shared:
+) -> Forwarded:
     mine = np.flatnonzero(groups.move[pieces.group, member] >= 0)
     group, holder = pieces.group[mine], deal.holder[mine, member]
     giver = deal.giver[mine, holder]
@@ -299,11 +299,11 @@ def _rows_of(
     part.source, part.source_offset, part.source_strides = sent.source, sent.source_offset, sent.source_strides
     rows = Rows(part, pieces.number[mine], groups.ranks[holder], runs[mine, holder], groups.source[group, giver], gives)
     own = np.cumsum(plan.target_rank == groups.ranks[member]) - 1
-    return Shared(rows, own[move], start)
+    return Forwarded(rows, own[move], start)
 
 
 def sent_by(found: Sequence[Schedule], rank: int) -> Iterator[Cut]:
-    """For each engine rank what trainer rank `rank` sends it, with rounds as the target's site counts them."""
+    """For each engine rank what trainer rank `rank` sends it, with rounds as the target's host counts them."""
     for s in found:
         rows = np.flatnonzero(s.source == rank)
         number = np.array(s.numbers, np.int64)[s.number]

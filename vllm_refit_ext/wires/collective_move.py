@@ -2,7 +2,7 @@
 
 Each end has a ring of two staging buffers, made once. While one bucket is sent the other is packed, or written into the
 engine. So the bytes in flight at a rank are at most two buckets, and a batch has at most 16 operations. What an engine rank hands
-on to others of its site leaves from the staging in which it landed.
+on to others of its host leaves from the staging in which it landed.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class RoundBuffers(Staging):
 
 
 class Unpacker(BucketReader):
-    """An engine rank's end, for one refit. A round lies in one buffer. What others of the site need of it is handed on as soon as
-    it is there. forwarded: payload bytes by engine rank of the site."""
+    """An engine rank's end, for one refit. A round lies in one buffer. What others of the host need of it is handed on as soon as
+    it is there. forwarded: payload bytes by engine rank of the host."""
 
     def __init__(self, buffers: RoundBuffers) -> None:
         super().__init__(buffers, "wire collective")
@@ -221,7 +221,7 @@ class Unpacker(BucketReader):
         self._recvs.append([waiter for _, waiter in self._post(number, self.schedule.landing[number])])
 
     def _forward(self, number: int) -> None:
-        """Start the exchange of round `number` with the other engine ranks of the site, once that which landed is there."""
+        """Start the exchange of round `number` with the other engine ranks of the host, once that which landed is there."""
         if self.schedule.exchange[number]:
             for waiter in self._recvs[number]:
                 waiter.wait(self._deadline)

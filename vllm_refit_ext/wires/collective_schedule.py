@@ -1,13 +1,13 @@
 """Schedule: what one engine rank receives round by round, where it lies in staging, and what it hands on. Pure tables.
 
 An engine rank that has no box in common with others takes its rounds as `staging` cuts them, all from trainer ranks. On
-a site where engine ranks need the same boxes (`collective_forward`), a box has one *landing* rank, which gets it from a trainer
+a host where engine ranks need the same boxes (`collective_forward`), a box has one *landing* rank, which gets it from a trainer
 rank and hands it to the others. Then a round has two phases: first what trainer ranks send, then what the engine ranks of the
-site hand on of it. Boxes that one landing rank hands to the same ranks lie end to end in its staging, in one *run*, so that
+host hand on of it. Boxes that one landing rank hands to the same ranks lie end to end in its staging, in one *run*, so that
 handing on needs neither a copy nor memory. All elements of a run have the same width, so there is no padding inside that would
 have to be sent.
 
-No two ranks can wait for each other. Every message has a place in one order of all messages of a refit: round (as the site
+No two ranks can wait for each other. Every message has a place in one order of all messages of a refit: round (as the host
 counts it), phase, receiving rank, sending rank, run. Each rank starts its messages in this order; it starts what it hands on when
 what it received from trainers in this round is there, and it waits for nothing else but messages that it started before. So both
 ends of the first message that has not arrived have started it: everything before it has arrived. This holds however many
@@ -43,8 +43,8 @@ class Schedule(msgspec.Struct):
     """The moves into one engine rank in pieces, in the order of their transfer.
 
     plan: the pieces. number: int64 [n], the round of each. offset: int64 [n], bytes into the staging of its round. source: int64
-    [n], the group rank that sends it. run: int64 [n]. numbers: of each round, as the site counts them. sizes: bytes of staging of
-    each round. landing: by round, what comes from trainer ranks. exchange: by round, what comes from engine ranks of the site and
+    [n], the group rank that sends it. run: int64 [n]. numbers: of each round, as the host counts them. sizes: bytes of staging of
+    each round. landing: by round, what comes from trainer ranks. exchange: by round, what comes from engine ranks of the host and
     what goes to these. Both are in the order in which they start. trainers: ranks that come first in the group. kept: how many of
     the first rounds are scales. reloads: how many behind these are for the reload.
     """
@@ -69,9 +69,9 @@ class Schedule(msgspec.Struct):
 
 
 class Rows(msgspec.Struct):
-    """The pieces of one engine rank on a site that shares. All int64.
+    """The pieces of one engine rank on a host that shares. All int64.
 
-    plan: the pieces. number: round of the site. holder: the engine rank on which it lands, in the plan's numbers; this rank
+    plan: the pieces. number: round of the host. holder: the engine rank on which it lands, in the plan's numbers; this rank
     itself where a trainer rank sends it here. run: as the holder counts its runs of the round. origin: the trainer rank that it
     comes from. gives: (round, run) -> engine ranks to which this rank hands the run.
     """
@@ -104,7 +104,7 @@ def schedule_alone(rounds: Rounds, trainers: int) -> Schedule:
     )
 
 
-def schedule_shared(rows: Rows, rank: int, trainers: int) -> Schedule:
+def schedule_forwarding(rows: Rows, rank: int, trainers: int) -> Schedule:
     """The schedule of engine rank `rank`, which gets boxes from other engine ranks of its host or hands some to them. trainers:
     number of trainer ranks, which come first in the group."""
     order = np.lexsort((np.arange(len(rows.plan)), rows.origin, rows.run, rows.holder, rows.number))

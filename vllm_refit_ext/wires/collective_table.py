@@ -14,15 +14,15 @@ from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.errors import PlanError, Problem
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.table import Column, pack, unpack
-from vllm_refit_ext.wires.collective_forward import Shared
-from vllm_refit_ext.wires.collective_schedule import Rows, Schedule, schedule_shared
+from vllm_refit_ext.wires.collective_forward import Forwarded
+from vllm_refit_ext.wires.collective_schedule import Rows, Schedule, schedule_forwarding
 from vllm_refit_ext.wires.staging import boxes_of, kinds_of
 
 
 class Table(msgspec.Struct, forbid_unknown_fields=True):
-    """rank: whose it is. digest: of the rank's share of the plan, which is that of another rank where both need the same. move,
-    start, extent, number, holder, run, origin: by piece, see `Shared` and `Rows`. gives: [m, 3], round, run and engine rank that
-    this rank hands the run to.
+    """rank: whose it is. digest: of the rank's part of the plan, which is that of another rank where both need the same. move,
+    start, extent, number, holder, run, origin: by piece, see `Forwarded` and `Rows`. gives: [m, 3], round, run and engine rank
+    that this rank hands the run to.
     """
 
     rank: int
@@ -40,8 +40,8 @@ class Table(msgspec.Struct, forbid_unknown_fields=True):
 COLUMNS = Table.__struct_fields__[2:]
 
 
-def pack_table(shared: Shared, rank: int, digest: str) -> bytes:
-    """What engine rank `rank` must know. digest: of its share of the plan."""
+def pack_table(shared: Forwarded, rank: int, digest: str) -> bytes:
+    """What engine rank `rank` must know. digest: of its part of the plan."""
     rows = shared.rows
     gives = [(number, run, rank) for (number, run), ranks in sorted(rows.gives.items()) for rank in ranks]
     columns = (shared.move, shared.start, rows.plan.extent, rows.number, rows.holder, rows.run, rows.origin)
@@ -75,7 +75,7 @@ def read_table(raw: bytes, plan: Plan, rank: int, trainers: int, engines: int, b
         rows = Rows(part, number, holder, run, origin, by_run)
         problems = _bad_ranks(rows, rank, trainers, engines, where)
     if not problems:
-        schedule = schedule_shared(rows, rank, trainers)
+        schedule = schedule_forwarding(rows, rank, trainers)
         problems = _bad_rounds(schedule, bucket_bytes, where)
     if problems:
         raise PlanError.of(problems, f"the forwarding table of engine rank {rank} does not fit its plan")

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.coded import CHECKPOINT, coding_of, dequantised_to
-from vllm_refit_ext.core.layouts import Held
+from vllm_refit_ext.core.layouts import Stored
 from vllm_refit_ext.core.mxfp8 import BLOCK, Rule
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.kernels.memory import Buffer
-from vllm_refit_ext.kernels.moves import At, DigestMove, HeldBox, QuantizeMove, Stack, Strided, contiguous
+from vllm_refit_ext.kernels.moves import At, DigestMove, QuantizeMove, Stack, StoredBox, Strided, contiguous
 from vllm_refit_ext.kernels.table import Table, bound
 from vllm_refit_ext.kernels.tuning import WIDE
 from vllm_refit_ext.wires.boxes import MODULUS, Content, Memory, move_digest
@@ -43,7 +43,7 @@ class Digests:
         self._table: Table | None = None
         self.rest: list[int] = []
 
-    def add(self, move: int, content: Strided | HeldBox, shape: Sequence[int], start: Sequence[int]) -> DigestMove:
+    def add(self, move: int, content: Strided | StoredBox, shape: Sequence[int], start: Sequence[int]) -> DigestMove:
         """Digest `content`, a box of a tensor of `shape` at `start`, for `move`."""
         self._seen[self._out[move]] = True
         return DigestMove(content, tuple(shape), tuple(start), self._out[move])
@@ -171,7 +171,7 @@ class _Piece:
         *lead, rows, k = box.shape
         codes, scales = At(self._first, self.codes), At(self._first + 1, self.blocks)
         self._moves.append(
-            QuantizeMove(box, Stack("plain", codes, scales, Held(rows, k), *lead), (0,) * len(box.shape), rule, name)
+            QuantizeMove(box, Stack("plain", codes, scales, Stored(rows, k), *lead), (0,) * len(box.shape), rule, name)
         )
         size = int(np.prod(box.shape))
         self.codes += -(-size // WIDE) * WIDE

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
+from vllm_refit_ext.core.hosts import Hosts, apart, not_shared, this_host
 from vllm_refit_ext.core.messages import IpcInfo, IpcRank, UpdateInfo
 from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.core.sites import Sites, apart, not_shared, this_site
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import Reader, Sender, cuda_ipc
 from vllm_refit_ext.wires.boxes import addresses_of
@@ -106,7 +106,7 @@ class IpcSender(Sender):
             nonce=nonce,
             export=None if self._sent else msgspec.msgpack.encode(self._export),
             resident=self.resident,
-            site=this_site(),
+            host=this_host(),
         )
         self._sent = True
         return msgspec.msgpack.encode(part)
@@ -129,7 +129,7 @@ class IpcSender(Sender):
         known: list[tuple[int, int]] = []
         places = []
         for address in (*addresses, self._flag.data_ptr()):
-            # Neighbours mostly share an allocation, which saves a call of the driver for each.
+            # Neighbours mostly table an allocation, which saves a call of the driver for each.
             base, size = known[-1] if known and known[-1][0] <= address < sum(known[-1]) else cuda_ipc.allocation_of(address)
             known[:] = [(base, size)]
             if base not in bases:
@@ -290,8 +290,8 @@ class IpcReader(Reader):
             known = self._maps_of[rank] = RankMaps(sent.epoch, sent.process, _export(sent.export), self._device)
         if sent.device not in _visible():
             do = "let trainer and engine see the same GPUs (CUDA_VISIBLE_DEVICES), or use the wire shm"
-            if apart(sent.site, this_site()):
-                do = not_shared(sent.site)
+            if apart(sent.host, this_host()):
+                do = not_shared(sent.host)
             raise WireError(
                 "its GPU is not visible to this engine", where=WHERE, got=sent.device, wanted=", ".join(_visible()), do=do
             )
@@ -356,27 +356,27 @@ def _export(raw: bytes) -> Export:
     return export
 
 
-class _Share(msgspec.Struct):
+class _SendTable(msgspec.Struct):
     """Numbers of this rank's buffers that the plan reads."""
 
     used: Column
 
 
-def shares(plan: Plan, sites: Sites, bucket_bytes: int = 0) -> list[bytes]:
+def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = 0) -> list[bytes]:
     """Which of its buffers each rank must export. There are no buckets."""
     owner = np.array([b.rank for b in plan.sources], np.int64)
     used = np.unique(plan.source)
     found = []
-    for rank in range(len(sites.trainers)):
+    for rank in range(len(hosts.trainers)):
         mine = np.flatnonzero(owner == rank)
-        found.append(msgspec.msgpack.encode(_Share(pack(np.flatnonzero(np.isin(mine, used)).astype(np.int64)))))
+        found.append(msgspec.msgpack.encode(_SendTable(pack(np.flatnonzero(np.isin(mine, used)).astype(np.int64)))))
     return found
 
 
-def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> IpcSender:
+def open_sender(rank: int, table: bytes, tensors: Sequence[torch.Tensor]) -> IpcSender:
     """This rank's half. tensors: of which those that lie on a GPU are exported now, so that the first refit need not; parameters
     that are elsewhere at present are exported by the refit that finds them there."""
-    sender = IpcSender(rank, unpack(msgspec.msgpack.decode(share, type=_Share).used))
+    sender = IpcSender(rank, unpack(msgspec.msgpack.decode(table, type=_SendTable).used))
     if tensors and len(sender.used) and all(tensors[i].device.type == "cuda" and tensors[i].data_ptr() for i in sender.used):
         sender.export(tensors)
     return sender

@@ -6,8 +6,8 @@ one bucket is written into the engine the next is packed. The engine reads the t
 memory is two buckets for each engine rank on the trainer's side, and on the engine's side only scales that are sent beside their
 codes. Without a GPU the ring lies in shared memory, and everything else is the same.
 
-An engine rank maps rings of its own site only. What lies on another site is sent to a trainer rank of the engine rank's site,
-which receives it straight into its ring (`core.relays`, `ring_order`, `ring_relay`). Where all ranks are on one site there is no
+An engine rank maps rings of its own host only. What lies on another host is sent to a trainer rank of the engine rank's host,
+which receives it straight into its ring (`core.relays`, `ring_order`, `ring_relay`). Where all ranks are on one host there is no
 group and no copy.
 """
 
@@ -22,17 +22,17 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import RingInfo, RingRank, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.relays import choose_relays
-from vllm_refit_ext.core.sites import Sites
 from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES
 from vllm_refit_ext.wires.boxes import launched, wait_for
 from vllm_refit_ext.wires.outgoing import Cut, outgoing
 from vllm_refit_ext.wires.ring_buffers import DONE, READY, STOP, RingMapping, seal_of
 from vllm_refit_ext.wires.ring_order import Place, places, schedule, table_of
-from vllm_refit_ext.wires.ring_send import WHERE, Part, RingSender, Share, rest_of
+from vllm_refit_ext.wires.ring_send import WHERE, Part, RingSender, SendTable, rest_of
 from vllm_refit_ext.wires.staging import BucketReader, Rounds, Staging, padded, rounds
 
 
@@ -148,20 +148,20 @@ class _Kept:
         self.rings, self.plan, self.laid = {}, None, None
 
 
-def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
+def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
     """Cut the whole plan into the tasks of the trainer's ranks.
 
-    Raises ConfigError where an engine rank needs bytes of another site and has no trainer rank on its own.
+    Raises ConfigError where an engine rank needs bytes of another host and has no trainer rank on its own.
     """
-    relays = choose_relays(plan.edges(), sites)
-    cuts = [rounds(plan.for_target(t), bucket_bytes) for t in range(len(sites.engines))]
-    tasks, slots = schedule(cuts, relays, len(sites.trainers))
+    relays = choose_relays(plan.edges(), hosts)
+    cuts = [rounds(plan.for_target(t), bucket_bytes) for t in range(len(hosts.engines))]
+    tasks, slots = schedule(cuts, relays, len(hosts.trainers))
     table = pack(np.array(sorted((*edge, relay) for edge, relay in relays.items()), np.int64)) if relays else None
-    several = len(set(sites.trainers)) > 1
+    several = len(set(hosts.trainers)) > 1
     return [
         msgspec.msgpack.encode(
-            Share(
-                len(sites.trainers),
+            SendTable(
+                len(hosts.trainers),
                 len(cuts),
                 bucket_bytes,
                 several,
@@ -171,7 +171,7 @@ def shares(plan: Plan, sites: Sites, bucket_bytes: int = BUCKET_BYTES) -> list[b
                 outgoing(_sent_by(cuts, rank), plan, rank),
             )
         )
-        for rank in range(len(sites.trainers))
+        for rank in range(len(hosts.trainers))
     ]
 
 
@@ -182,9 +182,9 @@ def _sent_by(cuts: Sequence[Rounds], rank: int) -> Iterator[Cut]:
         yield r.plan, r.number, np.zeros_like(r.number), rows[np.lexsort((r.at[rows], r.number[rows]))]
 
 
-def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> RingSender:
+def open_sender(rank: int, table: bytes, tensors: Sequence[torch.Tensor]) -> RingSender:
     """Allocate and export this rank's ring. Raises WireError when there is no room, or where rank 0 can't serve the store."""
-    return RingSender(rank, msgspec.msgpack.decode(share, type=Share), tensors)
+    return RingSender(rank, msgspec.msgpack.decode(table, type=SendTable), tensors)
 
 
 def info(parts: Sequence[bytes]) -> RingInfo:

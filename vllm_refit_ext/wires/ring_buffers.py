@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import DeadlineError, WireError
+from vllm_refit_ext.core.hosts import this_host
 from vllm_refit_ext.core.messages import RingRank
-from vllm_refit_ext.core.sites import this_site
 from vllm_refit_ext.wires import cuda_ipc
 from vllm_refit_ext.wires.shared_file import SharedFile, create, open_file
 from vllm_refit_ext.wires.staging import ALIGN, RING, padded
@@ -118,7 +118,7 @@ def words_bytes(engines: int) -> int:
 
 
 def seal_of(info: RingRank, rest: bytes) -> bytes:
-    """What a ring's header says of its message. rest: what the message says beside `info`, see `ring_send.Share`."""
+    """What a ring's header says of its message. rest: what the message says beside `info`, see `ring_send.SendTable`."""
     return hashlib.blake2b(msgspec.msgpack.encode(msgspec.structs.replace(info, epoch=0)) + rest, digest_size=16).digest()
 
 
@@ -154,7 +154,7 @@ class RingOwner:
             device="" if on_host else cuda_ipc.device_uuid(device.index),
             address=self._address,
             process=cuda_ipc.process(),
-            site=this_site(),
+            host=this_host(),
         )
         HEADER.pack_into(self._file.memory, 0, MAGIC, PROTOCOL, rank, seal_of(self.info, rest))
 
@@ -192,7 +192,7 @@ class RingMapping:
         where = f"wire ring, ring of trainer rank {info.rank}"
         nbytes = max(ALIGN, RING * sum(info.slots))
         size = words_bytes(len(info.slots)) if info.handle else info.start + nbytes
-        self._file = open_file(info.name, info.rank, size, where, info.site, write=True)
+        self._file = open_file(info.name, info.rank, size, where, info.host, write=True)
         try:
             self._check(where)
             self.words = Words(self._file, len(info.slots))

@@ -1,6 +1,6 @@
 """Who puts which message where, on wire `ring`: pure tables, equal on all ranks.
 
-An engine rank reads messages in the order (round, source), each from the ring of one trainer rank of its own site: the source
+An engine rank reads messages in the order (round, source), each from the ring of one trainer rank of its own host: the source
 itself, or the relay that the source sends it to. A ring has RING buffers for an engine rank, and a buffer holds one round: what
 the ring's owner gives itself and what it passes on, one after another. So a ring needs two buckets for an engine rank however
 many sources there are, and an engine rank has two words in it: how many messages are ready, how many are done with.

@@ -1,8 +1,8 @@
-"""The trainer ranks of several sites among themselves, on wire `ring`: how they start and stop together, and what they send each
+"""The trainer ranks of several hosts among themselves, on wire `ring`: how they start and stop together, and what they send each
 other.
 
 They have a group of their own (NCCL between GPUs, gloo between CPUs), made at the first refit, kept, and made anew after a
-failure. No engine rank is in it: an engine rank sees rings of its own site only.
+failure. No engine rank is in it: an engine rank sees rings of its own host only.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ the first when the last of these is started."""
 
 
 class Communicator:
-    """One trainer rank's connections to those of other sites.
+    """One trainer rank's connections to those of other hosts.
 
     `stopped` says whether a rank, or an engine through rank 0, gave up the refit that is under way. It asks the store now and
-    then, because memory of another site can't be looked at.
+    then, because memory of another host can't be looked at.
     """
 
     def __init__(self, rank: int, ranks: int, backend: Backend, peers: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""A trainer rank's half of wire `ring`: it packs its own messages and passes on those of other sites, in the order of
+"""A trainer rank's half of wire `ring`: it packs its own messages and passes on those of other hosts, in the order of
 `ring_order`.
 """
 
@@ -26,17 +26,17 @@ from vllm_refit_ext.wires.staging import RING
 WHERE = "wire ring"
 
 
-class Share(msgspec.Struct):
+class SendTable(msgspec.Struct):
     """What a trainer rank must know: its tasks as `ring_order.table_of` makes them, and the columns of its `Outgoing`.
 
-    trainers, engines: ranks of both sides. sites: whether the trainer ranks live on several. relays: of the whole plan, as in the
-    message. slots: bytes of a ring buffer for each engine rank.
+    trainers, engines: ranks of both sides. several_hosts: whether the trainer ranks live on several. relays: of the whole plan,
+    as in the message. slots: bytes of a ring buffer for each engine rank.
     """
 
     trainers: int
     engines: int
     bucket_bytes: int
-    sites: bool
+    several_hosts: bool
     relays: Column | None
     slots: list[int]
     tasks: Column
@@ -57,19 +57,19 @@ class RingSender(Sender):
 
     sends = True
 
-    def __init__(self, rank: int, share: Share, tensors: Sequence[torch.Tensor]) -> None:
-        self.rank, self._share = rank, share
-        pieces = Outgoing.read(share.pieces)
+    def __init__(self, rank: int, table: SendTable, tensors: Sequence[torch.Tensor]) -> None:
+        self.rank, self._table = rank, table
+        pieces = Outgoing.read(table.pieces)
         self._gather = Gather(pieces, [[(message, 0)] for message in pieces.messages()])
-        self._tasks = tasks_of(unpack(share.tasks))
+        self._tasks = tasks_of(unpack(table.tasks))
         self._device = tensors[(self._gather.used or [0])[0]].device if len(tensors) else torch.device("cpu")
-        self._ring = RingOwner(rank, share.slots, self._device, share.rest())
+        self._ring = RingOwner(rank, table.slots, self._device, table.rest())
         room = max((t.nbytes for t in self._tasks if t.count < 0), default=0)
         self._outbox = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in range(RING if room else 0)]
         self.staging_bytes = self._ring.nbytes + sum(t.nbytes for t in self._outbox)
         peers = {task.peer for task in self._tasks if task.peer >= 0}
         self._backend: Backend = "nccl" if self._device.type == "cuda" else "gloo"
-        self._communicator = Communicator(rank, share.trainers, self._backend, peers) if share.sites else None
+        self._communicator = Communicator(rank, table.trainers, self._backend, peers) if table.several_hosts else None
         self._session, self._lock = "", threading.Lock()
         self._refused: dict[str, list[tuple[tuple[int, ...], RefitError]]] = {}
 
@@ -83,8 +83,8 @@ class RingSender(Sender):
             torch.cuda.synchronize(self._device)
         info = self._ring.begin()
         host, port = self._communicator.address if self._communicator is not None else ("", 0)
-        share, relays = self._share, self._share.relays if self.rank == 0 else None
-        return msgspec.msgpack.encode(Part(info, share.bucket_bytes, share.engines, self._backend, relays, host, port))
+        table, relays = self._table, self._table.relays if self.rank == 0 else None
+        return msgspec.msgpack.encode(Part(info, table.bucket_bytes, table.engines, self._backend, relays, host, port))
 
     def transfer(self, session: str, info: RingInfo, deadline: float) -> dict[int, int]:
         """Pack, send and pass on every message when its buffer is free. deadline: time.monotonic seconds.
@@ -101,7 +101,7 @@ class RingSender(Sender):
         try:
             if self.rank != 0:
                 first = next(r for r in info.rings if r.rank == 0)
-                lead = RingMapping(first, None, self._share.rest()), first.epoch
+                lead = RingMapping(first, None, self._table.rest()), first.epoch
             with self._lock:
                 self._refuse_now(session)
             side = _Side(self._ring.words, epoch, lead)
@@ -123,7 +123,7 @@ class RingSender(Sender):
     def _transfer_between_hosts(
         self, communicator: Communicator, session: str, info: RingInfo, epoch: int, deadline: float
     ) -> dict[int, int]:
-        """`transfer` where the trainer spans sites: whoever gives up stops all, since messages of all engine ranks pass through
+        """`transfer` where the trainer spans hosts: whoever gives up stops all, since messages of all engine ranks pass through
         the same trainer ranks."""
         try:
             group = communicator.start(session, info, deadline)
@@ -193,7 +193,7 @@ class RingSender(Sender):
 
     def refuse(self, session: str, error: RefitError, deadline: float, ranks: Sequence[int] = ()) -> None:
         """On rank 0: the call of the engine with these `ranks` failed; nobody waits for them in `session`. None: for nobody."""
-        if self._communicator is not None:  # first, so that the other sites hear of this cause and not of what follows from it
+        if self._communicator is not None:  # first, so that the other hosts hear of this cause and not of what follows from it
             self._communicator.refuse(session, error, deadline)
         with self._lock:
             self._refused.setdefault(session, []).append((tuple(ranks), error))
@@ -204,7 +204,7 @@ class RingSender(Sender):
         """Say in the ring what was refused in `session`, and forget the refusals of others."""
         self._refused = {session: self._refused.get(session, [])}
         for ranks, _ in self._refused[session]:
-            for rank in ranks or range(self._share.engines):
+            for rank in ranks or range(self._table.engines):
                 self._ring.words.write(rank, REFUSED, self._ring.info.epoch)
 
     def _pack(self, number: int, into: torch.Tensor) -> None:

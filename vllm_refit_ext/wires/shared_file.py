@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from vllm_refit_ext.core.errors import WireError
-from vllm_refit_ext.core.sites import not_shared
+from vllm_refit_ext.core.hosts import not_shared
 
 FOLDER = Path("/dev/shm")
 NAME = re.compile(r"refit-[0-9]+-[0-9]+-[0-9a-f]{16}-r([0-9]+)")
@@ -101,8 +101,8 @@ def create(rank: int, nbytes: int) -> SharedFile:
         ) from None
 
 
-def open_file(name: str, rank: int, nbytes: int, where: str, site: str, *, write: bool = False) -> SharedFile:
-    """Map the first `nbytes` of a file that trainer rank `rank` made. site: where that rank is, for errors.
+def open_file(name: str, rank: int, nbytes: int, where: str, host: str, *, write: bool = False) -> SharedFile:
+    """Map the first `nbytes` of a file that trainer rank `rank` made. host: where that rank is, for errors.
 
     A name comes from a peer: it is checked, no link is followed, and the file must be this user's. Raises WireError.
     """
@@ -112,7 +112,7 @@ def open_file(name: str, rank: int, nbytes: int, where: str, site: str, *, write
     try:
         fd = os.open(FOLDER / name, (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise WireError("it can't be opened", where=where, got=error.strerror or error, do=not_shared(site)) from None
+        raise WireError("it can't be opened", where=where, got=error.strerror or error, do=not_shared(host)) from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
+from vllm_refit_ext.core.hosts import Hosts, this_host
 from vllm_refit_ext.core.messages import Segment, ShmInfo, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.core.sites import Sites, this_site
 from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.wires import Reader, Sender
 from vllm_refit_ext.wires.boxes import as_bytes
@@ -80,7 +80,7 @@ class ShmPublisher:
             place = self._file.bytes[at : at + nbytes].view(source.dtype).view(source.shape)
             place.copy_(source)
         self._write_header(COMPLETE, nonce)
-        return Segment(rank=self.rank, name=self.name, nbytes=self.nbytes, nonce=nonce, site=this_site())
+        return Segment(rank=self.rank, name=self.name, nbytes=self.nbytes, nonce=nonce, host=this_host())
 
     def holds(self, tensors: Mapping[int, torch.Tensor]) -> bool:
         """Whether the segment's bytes are those of `tensors`."""
@@ -207,7 +207,7 @@ class ShmReader(Reader):
         self._memory = {}
 
 
-class _Share(msgspec.Struct):
+class _SendTable(msgspec.Struct):
     """Offsets of this rank's buffers in its segment (-1: not used), and the segment's size."""
 
     offsets: Column
@@ -224,10 +224,10 @@ class _Part(msgspec.Struct):
 class _Sender(Sender):
     """The wire's trainer half, as `vllm_refit_ext.wires` describes it."""
 
-    def __init__(self, rank: int, share: _Share) -> None:
-        self._offsets = share.offsets
-        used = {i: int(at) for i, at in enumerate(unpack(share.offsets)) if at >= 0}
-        self._publisher = ShmPublisher(rank, used, share.nbytes, seal_of(unpack(share.offsets))) if used else None
+    def __init__(self, rank: int, table: _SendTable) -> None:
+        self._offsets = table.offsets
+        used = {i: int(at) for i, at in enumerate(unpack(table.offsets)) if at >= 0}
+        self._publisher = ShmPublisher(rank, used, table.nbytes, seal_of(unpack(table.offsets))) if used else None
 
     @property
     def copied(self) -> int:  # type: ignore[override]
@@ -250,18 +250,19 @@ class _Sender(Sender):
             self._publisher.close()
 
 
-def shares(plan: Plan, sites: Sites, bucket_bytes: int = 0) -> list[bytes]:
+def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = 0) -> list[bytes]:
     """Lay out the segments: every rank's offsets and size. There are no buckets."""
     offsets, sizes = segment_offsets(plan.sources, plan.source)
     owner = np.array([b.rank for b in plan.sources], np.int64)
     return [
-        msgspec.msgpack.encode(_Share(pack(offsets[owner == rank]), sizes.get(rank, 0))) for rank in range(len(sites.trainers))
+        msgspec.msgpack.encode(_SendTable(pack(offsets[owner == rank]), sizes.get(rank, 0)))
+        for rank in range(len(hosts.trainers))
     ]
 
 
-def open_sender(rank: int, share: bytes, tensors: Sequence[torch.Tensor]) -> _Sender:
+def open_sender(rank: int, table: bytes, tensors: Sequence[torch.Tensor]) -> _Sender:
     """Make this rank's segment. Raises WireError when shared memory has too little room."""
-    return _Sender(rank, msgspec.msgpack.decode(share, type=_Share))
+    return _Sender(rank, msgspec.msgpack.decode(table, type=_SendTable))
 
 
 def info(parts: Sequence[bytes]) -> ShmInfo:
@@ -295,4 +296,4 @@ def _where(segment: Segment) -> str:
 def _open(segment: Segment) -> SharedFile:
     if segment.nbytes < HEADER.size:
         raise WireError("the segment is too short", where=_where(segment), got=segment.nbytes, wanted=f"{HEADER.size} bytes")
-    return open_file(segment.name, segment.rank, segment.nbytes, _where(segment), segment.site)
+    return open_file(segment.name, segment.rank, segment.nbytes, _where(segment), segment.host)

@@ -1,4 +1,4 @@
-"""What every way to run the kernels must satisfy: torch twins, Triton's interpreter and a GPU share these checks.
+"""What every way to run the kernels must satisfy: torch reference, Triton's interpreter and a GPU share these checks.
 
 A `Way` says where and how. Each check fills targets with a pattern, runs moves, and compares every byte with the numpy reference,
 so bytes outside the moved boxes are checked too.
@@ -13,8 +13,18 @@ import torch
 
 from vllm_refit_ext.core import layouts, mxfp8
 from vllm_refit_ext.core.digest import digest
-from vllm_refit_ext.core.layouts import Held
-from vllm_refit_ext.kernels.moves import At, CopyMove, DigestMove, HeldBox, QuantizeMove, ShuffleMove, Stack, Strided, contiguous
+from vllm_refit_ext.core.layouts import Stored
+from vllm_refit_ext.kernels.moves import (
+    At,
+    CopyMove,
+    DigestMove,
+    QuantizeMove,
+    ShuffleMove,
+    Stack,
+    StoredBox,
+    Strided,
+    contiguous,
+)
 from vllm_refit_ext.kernels.table import Table
 
 FILL = 0xA5
@@ -49,23 +59,23 @@ def awkward(shape, dtype, seed=0):
     return x.to(dtype)
 
 
-def engine(layout, held, count, device):
+def engine(layout, stored, count, device):
     """(Stack on buffers 1 and 2, values, scales) of an engine's tensor, filled with a pattern."""
     form = layouts.layout_of(layout)
-    values = torch.full((count, *form.value_shape(held)), FILL, dtype=torch.uint8, device=device)
-    scales = torch.full((count, *form.scale_shape(held)), FILL, dtype=torch.uint8, device=device)
-    return Stack(layout, At(1), At(2), held, count), values, scales
+    values = torch.full((count, *form.value_shape(stored)), FILL, dtype=torch.uint8, device=device)
+    scales = torch.full((count, *form.scale_shape(stored)), FILL, dtype=torch.uint8, device=device)
+    return Stack(layout, At(1), At(2), stored, count), values, scales
 
 
-def expect(layout, held, codes, scales, written):
+def expect(layout, stored, codes, scales, written):
     """Reference bytes of a stack of which only `written` [count, rows, blocks] was moved; the rest holds the pattern."""
     form = layouts.layout_of(layout)
     count = len(codes)
-    values = np.full((count, *form.value_shape(held)), FILL, np.uint8).reshape(count, -1)
-    out = np.full((count, *form.scale_shape(held)), FILL, np.uint8).reshape(count, -1)
-    r, k, c = np.arange(held.rows), np.arange(held.cols), np.arange(held.blocks)
-    at = form.value_row(held, r)[:, None] + form.value_col(held, k)[None, :]
-    scale_at = form.scale_row(held, r)[:, None] + form.scale_col(held, c)[None, :]
+    values = np.full((count, *form.value_shape(stored)), FILL, np.uint8).reshape(count, -1)
+    out = np.full((count, *form.scale_shape(stored)), FILL, np.uint8).reshape(count, -1)
+    r, k, c = np.arange(stored.rows), np.arange(stored.cols), np.arange(stored.blocks)
+    at = form.value_row(stored, r)[:, None] + form.value_col(stored, k)[None, :]
+    scale_at = form.scale_row(stored, r)[:, None] + form.scale_col(stored, c)[None, :]
     for m in range(count):
         wide = np.repeat(written[m], 32, axis=-1)
         values[m][at[wide]] = codes[m][wide]
@@ -91,19 +101,19 @@ def cuts(rows, cols, count):
     return boxes + [(m, 0, rows, 0, cols) for m in range(1, count)]
 
 
-def check_quantize(way, layout, held, *, gated=False, rule="ceil", dtype=torch.bfloat16, count=1, shift=0):
+def check_quantize(way, layout, stored, *, gated=False, rule="ceil", dtype=torch.bfloat16, count=1, shift=0):
     """Quantise boxes of a stack into a layout; `shift` elements move the source off its alignment."""
-    grid = Held(*held, gated)
-    x = awkward((count, *held), dtype)
+    grid = Stored(*stored, gated)
+    x = awkward((count, *stored), dtype)
     size = x.element_size()
     memory = torch.zeros(x.numel() + 8 + shift, dtype=dtype, device=way.device)
     memory[shift : shift + x.numel()] = x.reshape(-1).to(way.device)
     stack, values, scales = engine(layout, grid, count, way.device)
     written = np.zeros((count, grid.rows, grid.blocks), bool)
     moves = []
-    for m, r0, r1, c0, c1 in cuts(*held, count):
-        offset = (shift + (m * held[0] + r0) * held[1] + c0) * size
-        box = Strided(At(0, offset), str(dtype).removeprefix("torch."), (r1 - r0, c1 - c0), (held[1] * size, size))
+    for m, r0, r1, c0, c1 in cuts(*stored, count):
+        offset = (shift + (m * stored[0] + r0) * stored[1] + c0) * size
+        box = Strided(At(0, offset), str(dtype).removeprefix("torch."), (r1 - r0, c1 - c0), (stored[1] * size, size))
         moves.append(QuantizeMove(box, stack, (m, r0, c0), rule))
         written[m, r0:r1, c0 // 32 : c1 // 32] = True
     table = way.run(moves, [memory, values, scales])
@@ -114,7 +124,7 @@ def check_quantize(way, layout, held, *, gated=False, rule="ceil", dtype=torch.b
 
 def check_transposed_and_slab(way, layout):
     """A [K, N] source read across, and one three-dimensional box over several experts."""
-    grid = Held(128, 96)
+    grid = Stored(128, 96)
     x = awkward((3, 96, 128), torch.bfloat16).transpose(1, 2)
     stack, values, scales = engine(layout, grid, 4, way.device)
     written = np.zeros((4, 128, 3), bool)
@@ -127,7 +137,7 @@ def check_transposed_and_slab(way, layout):
 
 def check_nonfinite(way, layout):
     """The moves with NaN or Inf are named, their blocks become NaN codes, others are untouched; the next launch is clean."""
-    grid = Held(128, 64)
+    grid = Stored(128, 64)
     x = torch.randn(3, 128, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[0, 5, 40], x[2, 127, 0] = float("nan"), float("-inf")
     stack, values, scales = engine(layout, grid, 3, way.device)
@@ -145,20 +155,20 @@ def check_nonfinite(way, layout):
     assert table.nonfinite() == []
 
 
-def check_shuffle(way, layout, held, *, gated=False, count=2, shift=0):
+def check_shuffle(way, layout, stored, *, gated=False, count=2, shift=0):
     """Canonical codes and scales into a layout by boxes, and back whole."""
-    grid = Held(*held, gated)
+    grid = Stored(*stored, gated)
     rng = np.random.default_rng(1)
-    codes = rng.integers(0, 256, (count, *held), dtype=np.uint8)
+    codes = rng.integers(0, 256, (count, *stored), dtype=np.uint8)
     bytes_ = rng.integers(0, 256, (count, grid.rows, grid.blocks), dtype=np.uint8)
     memory = torch.from_numpy(np.concatenate([np.zeros(shift, np.uint8), codes.reshape(-1)])).to(way.device)
     source_scales = torch.from_numpy(bytes_).to(way.device)
     stack, values, scales = engine(layout, grid, count, way.device)
     written = np.zeros((count, grid.rows, grid.blocks), bool)
     moves = []
-    for m, r0, r1, c0, c1 in cuts(*held, count):
-        box = Strided(At(0, shift + (m * held[0] + r0) * held[1] + c0), "uint8", (r1 - r0, c1 - c0), (held[1], 1))
-        at = At(3, (m * held[0] + r0) * grid.blocks + c0 // 32)
+    for m, r0, r1, c0, c1 in cuts(*stored, count):
+        box = Strided(At(0, shift + (m * stored[0] + r0) * stored[1] + c0), "uint8", (r1 - r0, c1 - c0), (stored[1], 1))
+        at = At(3, (m * stored[0] + r0) * grid.blocks + c0 // 32)
         moves.append(ShuffleMove(box, Strided(at, "uint8", (r1 - r0, (c1 - c0) // 32), (grid.blocks, 1)), stack, (m, r0, c0)))
         written[m, r0:r1, c0 // 32 : c1 // 32] = True
     way.run(moves, [memory, values, scales, source_scales])
@@ -264,17 +274,17 @@ def check_digest(way):
 
 def check_digest_of_layout(way, layout, gated):
     """The canonical digest of values and scales is read out of a layout, whole and by box."""
-    held = Held(256, 224, gated)
+    stored = Stored(256, 224, gated)
     rng = np.random.default_rng(2)
     codes = rng.integers(0, 256, (2, 256, 224), dtype=np.uint8)
     bytes_ = rng.integers(0, 256, (2, 256, 7), dtype=np.uint8)
     values, scales = (torch.from_numpy(a).to(way.device) for a in layouts.to_kernel(layout, codes, bytes_, gated=gated))
-    stack = Stack(layout, At(0), At(1), held, 2)
+    stack = Stack(layout, At(0), At(1), stored, 2)
     moves = [
-        DigestMove(HeldBox(stack, (0, 0, 0), (2, 256, 224)), (2, 256, 224), (0, 0, 0), 0),
-        DigestMove(HeldBox(stack, (0, 0, 0), (2, 256, 7), scales=True), (2, 256, 7), (0, 0, 0), 1),
-        DigestMove(HeldBox(stack, (1, 30, 32), (1, 100, 96)), (400, 500), (9, 64), 2),
-        DigestMove(HeldBox(stack, (1, 30, 1), (1, 100, 3), scales=True), (400, 20), (9, 2), 3),
+        DigestMove(StoredBox(stack, (0, 0, 0), (2, 256, 224)), (2, 256, 224), (0, 0, 0), 0),
+        DigestMove(StoredBox(stack, (0, 0, 0), (2, 256, 7), scales=True), (2, 256, 7), (0, 0, 0), 1),
+        DigestMove(StoredBox(stack, (1, 30, 32), (1, 100, 96)), (400, 500), (9, 64), 2),
+        DigestMove(StoredBox(stack, (1, 30, 1), (1, 100, 3), scales=True), (400, 20), (9, 2), 3),
     ]
     want = [
         digest(codes, shape=codes.shape, start=(0, 0, 0)),
@@ -301,10 +311,10 @@ def check_moe_shuffle(way, *, gated=True, fused=False, layout="trtllm_moe"):
         return tuple(torch.from_numpy(a).to(way.device) for a in pair)
 
     w13, w2 = make(rows, hidden), make(hidden if layout != "trtllm_moe" else 256, inner)
-    grids = {"w13": Held(rows, hidden, gated), "w2": Held(w2[0].shape[1], inner)}
+    grids = {"w13": Stored(rows, hidden, gated), "w2": Stored(w2[0].shape[1], inner)}
     if layout == "marlin":
         w2 = tuple(a[:, :128] for a in w2)
-        grids["w2"] = Held(128, inner)
+        grids["w2"] = Stored(128, inner)
     (_, v13, s13), (_, v2, s2) = (engine(layout, grids[n], experts, way.device) for n in ("w13", "w2"))
     if fused or not gated:
         sources = {"up": sent(w13), "fused": fused}
@@ -331,10 +341,10 @@ QUANTIZE = [
     ((256, 96), {"count": 3, "rule": "floor"}),
     ((64, 288), {"dtype": torch.float32, "shift": 1}),
 ]
-"""(held size, options of check_quantize)."""
+"""(stored size, options of check_quantize)."""
 
 
-def takes(layout, held, gated=False):
+def takes(layout, stored, gated=False):
     """Whether a layout takes this size; the grid above also asks for sizes that some refuse."""
     rows = layouts.layout_of(layout).row_multiple
-    return held[0] % rows == 0 and (not gated or held[0] % 2 == 0)
+    return stored[0] % rows == 0 and (not gated or stored[0] % 2 == 0)

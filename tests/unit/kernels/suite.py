@@ -8,17 +8,17 @@ import torch
 from tests.unit.kernels import checks
 
 CASES = [
-    (layout, held, options)
+    (layout, stored, options)
     for layout in checks.LAYOUTS
-    for held, options in checks.QUANTIZE
-    if checks.takes(layout, held, options.get("gated", False))
+    for stored, options in checks.QUANTIZE
+    if checks.takes(layout, stored, options.get("gated", False))
 ]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.mark.parametrize(("layout", "held", "options"), CASES)
-def test_quantize_into_a_layout(way, layout, held, options):
-    checks.check_quantize(way, layout, held, **options)
+@pytest.mark.parametrize(("layout", "stored", "options"), CASES)
+def test_quantize_into_a_layout(way, layout, stored, options):
+    checks.check_quantize(way, layout, stored, **options)
 
 
 @pytest.mark.parametrize("layout", ["plain", "trtllm_moe", "marlin"])

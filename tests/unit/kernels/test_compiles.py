@@ -14,15 +14,15 @@ from vllm_refit_ext.kernels import launch  # noqa: E402
 from vllm_refit_ext.kernels.tuning import TILES  # noqa: E402
 
 TYPES = {"table": "*i64", "tiles": "*i32", "nonfinite": "*i32", "out": "*i64"}
-QUANTIZE = {"RULE": "ceil", "DTYPE": "bfloat16", "UNIT": True, "ALIGN": 16, "HELD_ALIGN": 16}
+QUANTIZE = {"RULE": "ceil", "DTYPE": "bfloat16", "UNIT": True, "ALIGN": 16, "STORED_ALIGN": 16}
 KEYS = [
     *({"kernel": "quantize_rows", "LAYOUT": name, **QUANTIZE} for name in layouts.LAYOUTS if name != "marlin"),
     {"kernel": "quantize_rows", "LAYOUT": "plain", **QUANTIZE, "DTYPE": "float32", "UNIT": False, "ALIGN": 4, "RULE": "floor"},
     {"kernel": "quantize_marlin", "LAYOUT": "marlin", **QUANTIZE},
-    {"kernel": "quantize_marlin", "LAYOUT": "marlin", **QUANTIZE, "UNIT": False, "ALIGN": 2, "HELD_ALIGN": 4},
+    {"kernel": "quantize_marlin", "LAYOUT": "marlin", **QUANTIZE, "UNIT": False, "ALIGN": 2, "STORED_ALIGN": 4},
     {"kernel": "shuffle_rows", "LAYOUT": "trtllm_moe", "INVERSE": False, "ALIGN": 16},
     {"kernel": "shuffle_rows", "LAYOUT": "marlin", "INVERSE": True, "ALIGN": 1},
-    {"kernel": "shuffle_marlin", "ALIGN": 16, "HELD_ALIGN": 16},
+    {"kernel": "shuffle_marlin", "ALIGN": 16, "STORED_ALIGN": 16},
     {"kernel": "copy_units", "READ": "int64", "WRITE": "int64", "CAST": False, "LANES": 2},
     {"kernel": "copy_units", "READ": "float32", "WRITE": "bfloat16", "CAST": True, "LANES": 4},
     {"kernel": "copy_units", "READ": "bfloat16", "WRITE": "float16", "CAST": True, "LANES": 8},

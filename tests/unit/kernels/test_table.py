@@ -8,15 +8,15 @@ torch = pytest.importorskip("torch")
 
 from tests.unit.kernels import checks  # noqa: E402
 from vllm_refit_ext.core.errors import LayoutError, VerifyError  # noqa: E402
-from vllm_refit_ext.core.layouts import Held  # noqa: E402
+from vllm_refit_ext.core.layouts import Stored  # noqa: E402
 from vllm_refit_ext.kernels.moves import (  # noqa: E402
     At,
     CopyMove,
     DigestMove,
-    HeldBox,
     QuantizeMove,
     ShuffleMove,
     Stack,
+    StoredBox,
     Strided,
     contiguous,
 )
@@ -26,7 +26,7 @@ from vllm_refit_ext.kernels.table import Table  # noqa: E402
 from vllm_refit_ext.kernels.tuning import Tile, choose  # noqa: E402
 from vllm_refit_ext.kernels.verify import verify  # noqa: E402
 
-STACK = Stack("marlin", At(1), At(2), Held(128, 64), 2)
+STACK = Stack("marlin", At(1), At(2), Stored(128, 64), 2)
 
 
 def box(shape=(128, 64), dtype="bfloat16", buffer=0, offset=0):
@@ -42,7 +42,7 @@ def box(shape=(128, 64), dtype="bfloat16", buffer=0, offset=0):
         (lambda: QuantizeMove(box((128, 32)), STACK, (0, 16)), r"K starts at 16; wanted a multiple of 32"),
         (lambda: QuantizeMove(box(), STACK, (64, 0), name="w2"), r"w2: .*got size \(128, 64\) at \(64, 0\)"),
         (lambda: QuantizeMove(box(), STACK, (2, 0, 0)), r"at \(2, 0, 0\); wanted inside \(2, 128, 64\)"),
-        (lambda: Stack("marlin", At(0), At(1), Held(100, 64)), r"got 100 rows; wanted a multiple of 64"),
+        (lambda: Stack("marlin", At(0), At(1), Stored(100, 64)), r"got 100 rows; wanted a multiple of 64"),
         (lambda: Strided(At(0, 3), "bfloat16", (4,), (2,)), r"at byte 3; wanted multiples of 2 bytes"),
         (lambda: Strided(At(0), "bfloat16", (4,), (-2,)), r"strides \(-2,\)"),
         (lambda: CopyMove(box(), box((64, 128))), r"got \(128, 64\); wanted \(64, 128\)"),
@@ -89,8 +89,8 @@ def test_rebinding_moves_the_same_plan_to_other_memory():
 
 
 @pytest.mark.parametrize("layout", checks.LAYOUTS)
-def test_twins_in_many_small_parts_give_the_same_bits(layout, monkeypatch):
-    monkeypatch.setattr("vllm_refit_ext.kernels.twin._CHUNK", 500)
+def test_torch_moves_in_many_small_parts_give_the_same_bits(layout, monkeypatch):
+    monkeypatch.setattr("vllm_refit_ext.kernels.torch_moves._CHUNK", 500)
     checks.check_quantize(checks.Way("cpu", "torch"), layout, (256, 96), gated=True, count=2)
     checks.check_shuffle(checks.Way("cpu", "torch"), layout, (256, 96))
 
@@ -107,8 +107,8 @@ def test_empty_moves_and_empty_tables_do_nothing():
 
 def test_one_launch_for_a_layer_whatever_its_matrices():
     packer = Packer({}, {})
-    w13 = Stack("trtllm_moe", At(1), At(2), Held(1536, 2048, True), 8)
-    w2 = Stack("trtllm_moe", At(3), At(4), Held(2048, 768), 8)
+    w13 = Stack("trtllm_moe", At(1), At(2), Stored(1536, 2048, True), 8)
+    w2 = Stack("trtllm_moe", At(3), At(4), Stored(2048, 768), 8)
     moves = []
     for e in range(8):
         for stack, shape, row in ((w13, (768, 2048), 0), (w13, (768, 2048), 768), (w2, (2048, 768), 0)):
@@ -135,7 +135,7 @@ def test_overlap_is_found_between_any_read_and_any_write():
 
 def test_verify_draws_a_sample_and_finds_one_wrong_byte():
     x = torch.randn(3, 128, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    stack, values, scales = checks.engine("marlin", Held(128, 64), 3, "cpu")
+    stack, values, scales = checks.engine("marlin", Stored(128, 64), 3, "cpu")
     other = torch.zeros(64, dtype=torch.float32)
     moves = [
         *(QuantizeMove(box(offset=m * 128 * 64 * 2), stack, (m, 0, 0), name=f"expert {m}") for m in range(3)),
@@ -164,11 +164,11 @@ def test_quantize_names_tensors_that_are_not_finite():
 
 def test_layouts_are_read_back():
     codes, scales = quantize([torch.randn(2, 128, 96)])[0]
-    values, held_scales = quantize([torch.randn(2, 128, 96)], layout="trtllm_moe", gated=True)[0]
+    values, stored_scales = quantize([torch.randn(2, 128, 96)], layout="trtllm_moe", gated=True)[0]
     moe_shuffle(
-        (values, held_scales), (values.clone(), held_scales.clone()), up=(codes, scales), down=(codes, scales), fused=True
+        (values, stored_scales), (values.clone(), stored_scales.clone()), up=(codes, scales), down=(codes, scales), fused=True
     )
-    back = to_canonical("trtllm_moe", values, held_scales, gated=True)
+    back = to_canonical("trtllm_moe", values, stored_scales, gated=True)
     assert torch.equal(back[0], codes)
     assert torch.equal(back[1], scales)
 
@@ -187,8 +187,8 @@ def test_moe_shuffle_refuses_in_place_and_takes_no_experts():
 
 
 def test_digest_moves_check_their_boxes():
-    stack = Stack("plain", At(0), At(1), Held(8, 64))
+    stack = Stack("plain", At(0), At(1), Stored(8, 64))
     with pytest.raises(LayoutError, match=r"inside \(8, 60\)"):
-        Table([DigestMove(HeldBox(stack, (0, 0), (8, 64)), (8, 60), (0, 0))], "cpu", backend="triton")
+        Table([DigestMove(StoredBox(stack, (0, 0), (8, 64)), (8, 60), (0, 0))], "cpu", backend="triton")
     with pytest.raises(LayoutError, match="more dimensions"):
         Table([DigestMove(box((2, 8, 64)), (8, 64), (0, 0))], "cpu", backend="triton")

@@ -24,8 +24,8 @@ FLAT_ROW = tl.constexpr(int(fields.Digest.FLAT_ROW))
 FLAT_COL = tl.constexpr(int(fields.Digest.FLAT_COL))
 ROW0 = tl.constexpr(int(fields.Digest.ROW0))
 COL0 = tl.constexpr(int(fields.Digest.COL0))
-HELD_ROWS = tl.constexpr(int(fields.Digest.HELD_ROWS))
-HELD_COLS = tl.constexpr(int(fields.Digest.HELD_COLS))
+STORED_ROWS = tl.constexpr(int(fields.Digest.STORED_ROWS))
+STORED_COLS = tl.constexpr(int(fields.Digest.STORED_COLS))
 HALF = tl.constexpr(int(fields.Digest.HALF))
 WIDTH = tl.constexpr(fields.WIDTH)
 INDEX_LOW = tl.constexpr(spec.INDEX_LOW)
@@ -70,15 +70,15 @@ def digest_tiles(
         else:
             at = at + c.to(tl.int64)[None, :] * tl.load(row + COL_STRIDE)
     else:
-        held_rows = tl.load(row + HELD_ROWS)
-        held_cols = tl.multiple_of(tl.load(row + HELD_COLS), 32)
+        stored_rows = tl.load(row + STORED_ROWS)
+        stored_cols = tl.multiple_of(tl.load(row + STORED_COLS), 32)
         half = tl.load(row + HALF).to(tl.int32)
         rr = tl.load(row + ROW0).to(tl.int32) + r
         cc = tl.multiple_of(tl.load(row + COL0).to(tl.int32), 1 if SCALES else 32) + c
         if SCALES:
-            at = scale_row(rr, held_rows, held_cols, half, LAYOUT)[:, None] + scale_col(cc, held_rows, LAYOUT)[None, :]
+            at = scale_row(rr, stored_rows, stored_cols, half, LAYOUT)[:, None] + scale_col(cc, stored_rows, LAYOUT)[None, :]
         else:
-            at = value_row(rr, held_rows, held_cols, half, LAYOUT)[:, None] + value_col(cc, held_rows, LAYOUT)[None, :]
+            at = value_row(rr, stored_rows, stored_cols, half, LAYOUT)[:, None] + value_col(cc, stored_rows, LAYOUT)[None, :]
     h = tl.load(base + at, mask=mask, other=0).to(tl.uint32)
 
     flat_row = tl.load(row + FLAT_ROW)

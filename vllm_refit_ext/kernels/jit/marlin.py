@@ -42,18 +42,18 @@ def _store_words(row, words, n0, k0, cols, rows_lo, rows_hi, covered, ALIGN: tl.
     T: tl.constexpr = BK // 16
     # Word p of a 256-word tile belongs to row 8 (p % 8) + p // 32 and i = p % 32 // 8.
     tile = tl.reshape(tl.permute(tl.reshape(words, [8, 8, T, 4]), (2, 1, 3, 0)), [T, 256])
-    held_rows = tl.load(row + place.HELD_ROWS)
+    stored_rows = tl.load(row + place.STORED_ROWS)
     col0 = tl.load(row + place.COL0).to(tl.int32)
     t = tl.arange(0, T)
     p = tl.arange(0, 256)
-    held = pointer(row, place.HELD, tl.int32, ALIGN)
-    at = ((col0 + k0) // 16 + t).to(tl.int64)[:, None] * (held_rows * 4) + (n0 * 4 + p)[None, :]
+    stored = pointer(row, place.STORED, tl.int32, ALIGN)
+    at = ((col0 + k0) // 16 + t).to(tl.int64)[:, None] * (stored_rows * 4) + (n0 * 4 + p)[None, :]
     inside = ((k0 // 16 + t) < cols // 16)[:, None]
     if covered:
-        tl.store(held + at, tile, mask=inside)
+        tl.store(stored + at, tile, mask=inside)
     else:
         n = (p % 8) * 8 + p // 32
-        tl.store(held + at, tile, mask=inside & ((n >= rows_lo) & (n < rows_hi))[None, :])
+        tl.store(stored + at, tile, mask=inside & ((n >= rows_lo) & (n < rows_hi))[None, :])
 
 
 @triton.jit
@@ -61,16 +61,16 @@ def _store_scales(row, byte, n0, k0, cols, rows_lo, rows_hi, BK: tl.constexpr):
     """Store scale bytes [64, BK/32]: position p of 64 belongs to row p // 8 + 8 j', j' = p % 8 with its low bits swapped."""
     G: tl.constexpr = BK // 32
     tile = tl.reshape(tl.permute(tl.reshape(byte, [2, 2, 2, 8, G]), (4, 3, 0, 2, 1)), [G, 64])
-    held_rows = tl.load(row + place.HELD_ROWS)
+    stored_rows = tl.load(row + place.STORED_ROWS)
     col0 = tl.load(row + place.COL0).to(tl.int32)
     g = tl.arange(0, G)
     p = tl.arange(0, 64)
     j = p % 8
     n = p // 8 + 8 * (j // 4 * 4 + j % 2 * 2 + j % 4 // 2)
-    held = pointer(row, place.HELD_SCALES, tl.uint8, 1)
-    at = ((col0 + k0) // 32 + g).to(tl.int64)[:, None] * held_rows + (n0 + p)[None, :]
+    stored = pointer(row, place.STORED_SCALES, tl.uint8, 1)
+    at = ((col0 + k0) // 32 + g).to(tl.int64)[:, None] * stored_rows + (n0 + p)[None, :]
     mask = ((k0 // 32 + g) < cols // 32)[:, None] & ((n >= rows_lo) & (n < rows_hi))[None, :]
-    tl.store(held + at, tile, mask=mask)
+    tl.store(stored + at, tile, mask=mask)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def quantize_marlin(
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
-    HELD_ALIGN: tl.constexpr,
+    STORED_ALIGN: tl.constexpr,
     HARDWARE: tl.constexpr,
     BK: tl.constexpr,
 ):
@@ -116,12 +116,12 @@ def quantize_marlin(
 
     row0 = tl.load(row + place.ROW0).to(tl.int32)
     rows = tl.load(row + place.ROWS).to(tl.int32)
-    _store_words(row, words, n0, k0, cols, row0 - n0, row0 + rows - n0, covered, HELD_ALIGN, BK)
+    _store_words(row, words, n0, k0, cols, row0 - n0, row0 + rows - n0, covered, STORED_ALIGN, BK)
     _store_scales(row, byte, n0, k0, cols, row0 - n0, row0 + rows - n0, BK)
 
 
 @triton.jit
-def shuffle_marlin(table, tiles, ALIGN: tl.constexpr, HELD_ALIGN: tl.constexpr, BK: tl.constexpr):
+def shuffle_marlin(table, tiles, ALIGN: tl.constexpr, STORED_ALIGN: tl.constexpr, BK: tl.constexpr):
     """One 64 x BK tile of canonical codes and scales into Marlin tiles; column strides are 1."""
     T: tl.constexpr = BK // 16
     row, _, n0, r, inside, k0, cols, covered = _tile(table, tiles, BK)
@@ -141,5 +141,5 @@ def shuffle_marlin(table, tiles, ALIGN: tl.constexpr, HELD_ALIGN: tl.constexpr, 
 
     row0 = tl.load(row + place.ROW0).to(tl.int32)
     rows = tl.load(row + place.ROWS).to(tl.int32)
-    _store_words(row, words, n0, k0, cols, row0 - n0, row0 + rows - n0, covered, HELD_ALIGN, BK)
+    _store_words(row, words, n0, k0, cols, row0 - n0, row0 + rows - n0, covered, STORED_ALIGN, BK)
     _store_scales(row, byte, n0, k0, cols, row0 - n0, row0 + rows - n0, BK)

@@ -13,8 +13,8 @@ FIRST_TILE = tl.constexpr(int(fields.Matrix.FIRST_TILE))
 TILE_COLS = tl.constexpr(int(fields.Matrix.TILE_COLS))
 CANON = tl.constexpr(int(fields.Matrix.CANON))
 CANON_SCALES = tl.constexpr(int(fields.Matrix.CANON_SCALES))
-HELD = tl.constexpr(int(fields.Matrix.HELD))
-HELD_SCALES = tl.constexpr(int(fields.Matrix.HELD_SCALES))
+STORED = tl.constexpr(int(fields.Matrix.STORED))
+STORED_SCALES = tl.constexpr(int(fields.Matrix.STORED_SCALES))
 ROWS = tl.constexpr(int(fields.Matrix.ROWS))
 COLS = tl.constexpr(int(fields.Matrix.COLS))
 ROW_STRIDE = tl.constexpr(int(fields.Matrix.ROW_STRIDE))
@@ -22,8 +22,8 @@ COL_STRIDE = tl.constexpr(int(fields.Matrix.COL_STRIDE))
 SCALE_ROW_STRIDE = tl.constexpr(int(fields.Matrix.SCALE_ROW_STRIDE))
 ROW0 = tl.constexpr(int(fields.Matrix.ROW0))
 COL0 = tl.constexpr(int(fields.Matrix.COL0))
-HELD_ROWS = tl.constexpr(int(fields.Matrix.HELD_ROWS))
-HELD_COLS = tl.constexpr(int(fields.Matrix.HELD_COLS))
+STORED_ROWS = tl.constexpr(int(fields.Matrix.STORED_ROWS))
+STORED_COLS = tl.constexpr(int(fields.Matrix.STORED_COLS))
 HALF = tl.constexpr(int(fields.Matrix.HALF))
 WIDTH = tl.constexpr(fields.WIDTH)
 
@@ -53,21 +53,21 @@ def shuffled_row(r, half):
 
 
 @triton.jit
-def value_row(r, held_rows, held_cols, half, LAYOUT: tl.constexpr):
-    """Row part of a value's offset; `r` int32 canonical rows of the held matrix."""
+def value_row(r, stored_rows, stored_cols, half, LAYOUT: tl.constexpr):
+    """Row part of a value's offset; `r` int32 canonical rows of the stored matrix."""
     if LAYOUT == "marlin":
         return ((r // 64) * 1024 + (r % 8) * 128 + ((r % 64) // 8) * 4).to(tl.int64)
     elif LAYOUT == "trtllm_moe":
-        return shuffled_row(r, half).to(tl.int64) * held_cols
+        return shuffled_row(r, half).to(tl.int64) * stored_cols
     else:
-        return r.to(tl.int64) * held_cols
+        return r.to(tl.int64) * stored_cols
 
 
 @triton.jit
-def value_col(k, held_rows, LAYOUT: tl.constexpr):
-    """Column part of a value's offset; `k` int32 columns of the held matrix."""
+def value_col(k, stored_rows, LAYOUT: tl.constexpr):
+    """Column part of a value's offset; `k` int32 columns of the stored matrix."""
     if LAYOUT == "marlin":
-        return (k // 16).to(tl.int64) * (16 * held_rows) + ((k % 8) // 2 * 32 + (k % 2) * 2 + (k % 16) // 8)
+        return (k // 16).to(tl.int64) * (16 * stored_rows) + ((k % 8) // 2 * 32 + (k % 2) * 2 + (k % 16) // 8)
     else:
         return k
 
@@ -79,24 +79,24 @@ def blocked_row(r, blocks):
 
 
 @triton.jit
-def scale_row(r, held_rows, held_cols, half, LAYOUT: tl.constexpr):
+def scale_row(r, stored_rows, stored_cols, half, LAYOUT: tl.constexpr):
     """Row part of a scale byte's offset."""
     if LAYOUT == "marlin":
         j = (r % 64) // 8
         return ((r // 64) * 64 + (r % 8) * 8 + (j // 4) * 4 + (j % 2) * 2 + (j % 4) // 2).to(tl.int64)
     elif LAYOUT == "plain":
-        return r.to(tl.int64) * (held_cols // 32)
+        return r.to(tl.int64) * (stored_cols // 32)
     elif LAYOUT == "trtllm_moe":
-        return blocked_row(shuffled_row(r, half), held_cols // 32)
+        return blocked_row(shuffled_row(r, half), stored_cols // 32)
     else:
-        return blocked_row(r, held_cols // 32)
+        return blocked_row(r, stored_cols // 32)
 
 
 @triton.jit
-def scale_col(c, held_rows, LAYOUT: tl.constexpr):
+def scale_col(c, stored_rows, LAYOUT: tl.constexpr):
     """Column part of a scale byte's offset; `c` int32 scale blocks."""
     if LAYOUT == "marlin":
-        return c.to(tl.int64) * held_rows
+        return c.to(tl.int64) * stored_rows
     elif LAYOUT == "plain":
         return c
     else:

@@ -22,14 +22,14 @@ def quantize_rows(
     DTYPE: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
-    HELD_ALIGN: tl.constexpr,
+    STORED_ALIGN: tl.constexpr,
     HARDWARE: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
 ):
     """One BR x BK tile: read DTYPE (float32, or uint16: the bits of bfloat16), write codes and scale bytes in place.
 
-    UNIT: the source's column stride is 1. ALIGN: bytes that source addresses and rows are multiples of. HELD_ALIGN: the same of
+    UNIT: the source's column stride is 1. ALIGN: bytes that source addresses and rows are multiples of. STORED_ALIGN: the same of
     the target's values. `nonfinite` [matrices] int32 becomes 1 where a block holds NaN or Inf.
     """
     BLOCKS: tl.constexpr = BK // 32
@@ -38,8 +38,8 @@ def quantize_rows(
     blocks = tl.load(row + place.COLS).to(tl.int32) // 32
     row0 = tl.load(row + place.ROW0).to(tl.int32)
     block0 = tl.load(row + place.COL0).to(tl.int32) // 32
-    held_rows = tl.load(row + place.HELD_ROWS)
-    held_cols = tl.multiple_of(tl.load(row + place.HELD_COLS), 32)
+    stored_rows = tl.load(row + place.STORED_ROWS)
+    stored_cols = tl.multiple_of(tl.load(row + place.STORED_COLS), 32)
     half = tl.load(row + place.HALF).to(tl.int32)
 
     r = ty * BR + tl.arange(0, BR)
@@ -63,11 +63,11 @@ def quantize_rows(
     tl.store(nonfinite + number + tl.zeros([BR, BLOCKS], tl.int32), 1, mask=bad & mask2)
 
     rr = row0 + r
-    values = pointer(row, place.HELD, tl.uint8, HELD_ALIGN)
-    to = value_row(rr, held_rows, held_cols, half, LAYOUT)[:, None, None] + (block0 * 32 + k)
+    values = pointer(row, place.STORED, tl.uint8, STORED_ALIGN)
+    to = value_row(rr, stored_rows, stored_cols, half, LAYOUT)[:, None, None] + (block0 * 32 + k)
     tl.store(values + to, codes, mask=mask3)
-    scales = pointer(row, place.HELD_SCALES, tl.uint8, 1)
-    to = scale_row(rr, held_rows, held_cols, half, LAYOUT)[:, None] + scale_col(block0 + b, held_rows, LAYOUT)[None, :]
+    scales = pointer(row, place.STORED_SCALES, tl.uint8, 1)
+    to = scale_row(rr, stored_rows, stored_cols, half, LAYOUT)[:, None] + scale_col(block0 + b, stored_rows, LAYOUT)[None, :]
     tl.store(scales + to, byte, mask=mask2)
 
 
@@ -91,8 +91,8 @@ def shuffle_rows(
     cols = tl.multiple_of(tl.load(row + place.COLS).to(tl.int32), 32)
     row0 = tl.load(row + place.ROW0).to(tl.int32)
     col0 = tl.multiple_of(tl.load(row + place.COL0).to(tl.int32), 32)
-    held_rows = tl.load(row + place.HELD_ROWS)
-    held_cols = tl.multiple_of(tl.load(row + place.HELD_COLS), 32)
+    stored_rows = tl.load(row + place.STORED_ROWS)
+    stored_cols = tl.multiple_of(tl.load(row + place.STORED_COLS), 32)
     half = tl.load(row + place.HALF).to(tl.int32)
 
     r = ty * BR + tl.arange(0, BR)
@@ -102,20 +102,22 @@ def shuffle_rows(
     canon = pointer(row, place.CANON, tl.uint8, ALIGN)
     row_stride = tl.multiple_of(tl.load(row + place.ROW_STRIDE), ALIGN)
     canon += r.to(tl.int64)[:, None] * row_stride + k[None, :]
-    held = pointer(row, place.HELD, tl.uint8, ALIGN)
-    held += value_row(row0 + r, held_rows, held_cols, half, LAYOUT)[:, None] + value_col(col0 + k, held_rows, LAYOUT)[None, :]
+    stored = pointer(row, place.STORED, tl.uint8, ALIGN)
+    stored += (
+        value_row(row0 + r, stored_rows, stored_cols, half, LAYOUT)[:, None] + value_col(col0 + k, stored_rows, LAYOUT)[None, :]
+    )
 
     smask = (r < rows)[:, None] & (b < cols // 32)[None, :]
     canon_scales = pointer(row, place.CANON_SCALES, tl.uint8, 1)
     canon_scales += r.to(tl.int64)[:, None] * tl.load(row + place.SCALE_ROW_STRIDE) + b[None, :]
-    held_scales = pointer(row, place.HELD_SCALES, tl.uint8, 1)
-    held_scales += scale_row(row0 + r, held_rows, held_cols, half, LAYOUT)[:, None]
-    held_scales += scale_col(col0 // 32 + b, held_rows, LAYOUT)[None, :]
+    stored_scales = pointer(row, place.STORED_SCALES, tl.uint8, 1)
+    stored_scales += scale_row(row0 + r, stored_rows, stored_cols, half, LAYOUT)[:, None]
+    stored_scales += scale_col(col0 // 32 + b, stored_rows, LAYOUT)[None, :]
     if INVERSE:
-        tl.store(canon, tl.load(held, mask=mask), mask=mask)
-        tl.store(canon_scales, tl.load(held_scales, mask=smask), mask=smask)
+        tl.store(canon, tl.load(stored, mask=mask), mask=mask)
+        tl.store(canon_scales, tl.load(stored_scales, mask=smask), mask=smask)
     else:
         codes = tl.load(canon, mask=mask)
         byte = tl.load(canon_scales, mask=smask)
-        tl.store(held, codes, mask=mask)
-        tl.store(held_scales, byte, mask=smask)
+        tl.store(stored, codes, mask=mask)
+        tl.store(stored_scales, byte, mask=smask)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Int = NDArray[np.int64]
 MAX_CELLS = 1_000_000
-"""Cells of the grid that is searched for the first missing box; beyond it only the number of elements is told."""
+"""Cells of the grid that is searched for the first missing box; beyond it only the number of elements is given."""
 
 
 def volumes(lo: Int, hi: Int) -> Int:

@@ -25,7 +25,7 @@ MAX_LISTED = 3
 """Names listed for each reason in `describe`."""
 
 
-def may_stay_unwritten(name: str, twin: torch.Tensor, created: Created, count: int, untouched: bool) -> str:
+def may_stay_unwritten(name: str, meta: torch.Tensor, created: Created, count: int, untouched: bool) -> str:
     """Why `count` elements of a parameter need no checkpoint tensor; empty if they do."""
     leaf = name.rsplit(".", 1)[-1]
     if leaf in KV_SCALES:
@@ -33,7 +33,7 @@ def may_stay_unwritten(name: str, twin: torch.Tensor, created: Created, count: i
     loaded = name in created.persistent and leaf.endswith(LOADED_BUFFERS) and not _of_the_processor(created, name)
     if name in created.buffers and not loaded:
         return "buffer computed when the model is built" if untouched else ""
-    if count == twin.numel() - int(getattr(twin, "weight_loader_numel", twin.numel())):
+    if count == meta.numel() - int(getattr(meta, "weight_loader_numel", meta.numel())):
         return "padding that the layer declares"
     return ""
 

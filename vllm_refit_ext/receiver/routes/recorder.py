@@ -99,16 +99,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def finish(self, model: nn.Module) -> None:
         """Find what the loader replaced, or left behind in the model. Call it before the model is put back."""
-        for index, (name, twin) in enumerate(self.created.tensors.items()):
+        for index, (name, meta) in enumerate(self.created.tensors.items()):
             module, attribute = self.created.slots[name]
             now = getattr(module, attribute, None)
-            if now is twin and self.targets.get(storage_id(twin)) == index:
+            if now is meta and self.targets.get(storage_id(meta)) == index:
                 continue
             origins = frozenset(self.writers.get(index, ()))
             if isinstance(now, torch.Tensor):
                 origins |= self._origins(storage_id(now))
             self._blame(origins, f"the loader replaces {name} instead of writing it")
-            at, dims = self._region(twin, index)
+            at, dims = self._region(meta, index)
             self.events.append(Write(index, at, dims, "replaced", origins))
         for path, module in model.named_modules():
             for name, value in [*module._parameters.items(), *module._buffers.items(), *module.__dict__.items()]:

@@ -97,8 +97,8 @@ class _Sorter:
                 continue
             if len(lo):
                 regions[event.target].append(_Region(event, lo, hi))
-        for index, (name, twin) in enumerate(self.created.tensors.items()):
-            self._settle(index, name, twin, regions[index])
+        for index, (name, meta) in enumerate(self.created.tensors.items()):
+            self._settle(index, name, meta, regions[index])
         return [r for of_one in regions for r in of_one if r.live]
 
     def boxes(self, shape: tuple[int, ...], start: int, dims: Sequence[Dim]) -> list[Box]:
@@ -134,13 +134,13 @@ class _Sorter:
         hi[:, 0] += row
         return lo, hi
 
-    def _settle(self, index: int, name: str, twin: torch.Tensor, regions: list[_Region]) -> None:
+    def _settle(self, index: int, name: str, meta: torch.Tensor, regions: list[_Region]) -> None:
         """Decide what stands in one parameter, and what is missing."""
         shape = self.recorder.shapes[index] or (1,)
         total = int(np.prod(shape, dtype=np.int64))
         if not regions:
             if total:
-                self._report(name, twin, shape, *_nothing(len(shape)))
+                self._report(name, meta, shape, *_nothing(len(shape)))
             return
         lo = np.concatenate([r.lo for r in regions])
         hi = np.concatenate([r.hi for r in regions])
@@ -152,7 +152,7 @@ class _Sorter:
         for first, second in pairs:
             self._conflict(name, regions, first, second)
         if pairs or int(coverage.volumes(lo, hi).sum()) != total:
-            self._report(name, twin, shape, lo, hi)
+            self._report(name, meta, shape, lo, hi)
         sourced = [r for r in regions if r.live and r.sources]
         if sourced:
             lo, hi = np.concatenate([r.lo for r in sourced]), np.concatenate([r.hi for r in sourced])
@@ -181,12 +181,12 @@ class _Sorter:
         how = late.event.op if isinstance(late.event, Write) else "a second copy"
         self.compute(early.sources | late.sources, f"{how} changes elements of {name} that it had filled")
 
-    def _report(self, name: str, twin: torch.Tensor, shape: Sequence[int], lo: coverage.Int, hi: coverage.Int) -> None:
+    def _report(self, name: str, meta: torch.Tensor, shape: Sequence[int], lo: coverage.Int, hi: coverage.Int) -> None:
         count, where = coverage.missing(shape, lo, hi)
         if not count:
             return
         total = int(np.prod(shape, dtype=np.int64))
-        reason = reasons.may_stay_unwritten(name, twin, self.created, count, count == total)
+        reason = reasons.may_stay_unwritten(name, meta, self.created, count, count == total)
         if reason:
             self.exempt[name] = reason
         else:
@@ -230,11 +230,11 @@ def build(
         for i in range(len(names))
         if i not in placed and i not in sorter.computed
     }
-    told = reasons.why_dropped(model, [names[i] for i, reason in dropped.items() if not reason])
+    reasons_of = reasons.why_dropped(model, [names[i] for i, reason in dropped.items() if not reason])
     return Routes(
         _placements(rows, recorder, names, shapes, rank),
         {names[i]: reason for i, reason in sorted(sorter.computed.items())},
-        {names[i]: reason or told[names[i]] for i, reason in dropped.items()},
+        {names[i]: reason or reasons_of[names[i]] for i, reason in dropped.items()},
         sorter.unwritten,
         sorter.exempt,
         {names[i]: pair for i, pair in sorter.reinterpreted.items() if i in placed},
@@ -275,7 +275,7 @@ def _rows(
 
 
 def _dtype_problem(sorter: _Sorter, event: Copy, source: int, offered: torch.dtype) -> str:
-    """What is wrong with the dtypes of a move; empty if bytes travel as they are or by an allowed cast."""
+    """What is wrong with the dtypes of a move; empty if bytes are sent as they are or by an allowed cast."""
     owned = sorter.recorder.dtypes[event.target]
     have, want = _name(offered), _name(owned)
     seen = offered if event.image is None else event.image.dtype

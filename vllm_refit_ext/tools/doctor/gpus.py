@@ -26,15 +26,15 @@ def topology_text() -> str:
 
 
 def nvlinks(topology: str) -> dict[tuple[int, int], int]:
-    """NVLink lanes between GPU pairs, from the text of `nvidia-smi topo -m`."""
+    """NVLinks between GPU pairs, from the text of `nvidia-smi topo -m`."""
     links = {}
     for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines():
         words = line.split()
         row = re.fullmatch(r"GPU(\d+)", words[0]) if len(words) > 1 else None
         if row and not words[1].startswith("GPU"):
             for column, cell in enumerate(words[1:]):
-                if lanes := re.fullmatch(r"NV(\d+)", cell):
-                    links[int(row[1]), column] = int(lanes[1])
+                if count := re.fullmatch(r"NV(\d+)", cell):
+                    links[int(row[1]), column] = int(count[1])
     return links
 
 
@@ -70,8 +70,8 @@ def check_gpus(facts: Mapping[str, Any], topology: str) -> list[Finding]:
     else:
         without = [f"{a} - {b}" for a, b in pairs if a < b and (a, b) not in links]
         do = "Reads between them go over PCIe, an order slower." if without else ""
-        lanes = sorted(set(links.values()))
-        got = "none between " + ", ".join(without) if without else "all pairs, lanes " + ", ".join(map(str, lanes))
+        counts = sorted(set(links.values()))
+        got = "none between " + ", ".join(without) if without else "all pairs, links " + ", ".join(map(str, counts))
         findings.append(Finding("warn" if without else "ok", "NVLink", got, "all pairs", do))
     return findings
 

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 PATTERN = bytes(range(256)) * 16
-"""4,096 bytes that travel in the hand-over."""
+"""4,096 bytes that are sent in the hand-over."""
 HANDLE_BYTES = 64
 WAIT_SECONDS = 60
 MAJOR, MINOR = 75, 76

@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_refit_ext.core.coded import SCALE, Coding
 from vllm_refit_ext.core.errors import LayoutError
-from vllm_refit_ext.core.layouts import Held, layout_of
+from vllm_refit_ext.core.layouts import Stored, layout_of
 from vllm_refit_ext.core.mxfp8 import BLOCK, Rule
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.engine import inventory
@@ -36,8 +36,8 @@ MARLIN_PADDING = 128
 """Marlin pads a linear's sizes to less than this much more."""
 
 
-class HeldParam(msgspec.Struct):
-    """One live MXFP8 parameter. `shape` is canonical, [N, K] or [E, N, K]; `held` one matrix as the engine holds it, padding
+class StoredParam(msgspec.Struct):
+    """One live MXFP8 parameter. `shape` is canonical, [N, K] or [E, N, K]; `stored` one matrix as the engine holds it, padding
     included.
 
     `values`: the live tensor, its memory in the layout's order. `scales`: every tensor that holds its scales; kernels may have a
@@ -46,7 +46,7 @@ class HeldParam(msgspec.Struct):
 
     coding: Coding
     shape: tuple[int, ...]
-    held: Held
+    stored: Stored
     values: torch.Tensor
     scales: list[torch.Tensor]
 
@@ -72,7 +72,7 @@ def linear_kernel(module: nn.Module) -> str:
     return ""
 
 
-def held_param(created: Buffer, module: nn.Module, device: torch.device, engine_dtype: torch.dtype) -> HeldParam | str:
+def stored_param(created: Buffer, module: nn.Module, device: torch.device, engine_dtype: torch.dtype) -> StoredParam | str:
     """The live parameter that the model created as `created`, or the reason why its layout is not known."""
     attribute = created.name.rpartition(".")[2]
     method: Any = module.quant_method
@@ -93,9 +93,9 @@ def held_param(created: Buffer, module: nn.Module, device: torch.device, engine_
     found = _confirm(layout, created.shape, values.detach(), scales.detach(), gated)
     if isinstance(found, str):
         return found
-    held, memory = found
-    twins = _twins(module, attribute, scales.detach()) if expert else []
-    return HeldParam(Coding(layout, rule), created.shape, held, memory, [scales.detach(), *twins])
+    stored, memory = found
+    others = _other_scales(module, attribute, scales.detach()) if expert else []
+    return StoredParam(Coding(layout, rule), created.shape, stored, memory, [scales.detach(), *others])
 
 
 def _backend(method: Any) -> str:
@@ -113,8 +113,8 @@ def _is_gated(shape: tuple[int, ...], module: nn.Module) -> bool:
 
 def _confirm(
     layout: str, shape: tuple[int, ...], values: torch.Tensor, scales: torch.Tensor, gated: bool
-) -> tuple[Held, torch.Tensor] | str:
-    """(one held matrix, the values' memory in layout order), or what does not fit."""
+) -> tuple[Stored, torch.Tensor] | str:
+    """(one stored matrix, the values' memory in layout order), or what does not fit."""
     *lead, n, k = shape
     if len(shape) not in (2, 3) or k % BLOCK:
         return f"its canonical shape {list(shape)} is not of matrices with whole blocks"
@@ -127,31 +127,31 @@ def _confirm(
         fits = values.dtype == torch.int32 and scales.dtype in BYTES and values.ndim == scales.ndim == len(shape)
         if not fits or list(values.shape[:-2]) != lead or list(scales.shape[:-2]) != lead:
             return f"not what Marlin makes of {list(shape)}: {got}"
-        held = Held(values.shape[-1] // 4, values.shape[-2] * 16)
+        stored = Stored(values.shape[-1] // 4, values.shape[-2] * 16)
         padded = MARLIN_PADDING if not lead else 1
-        if not (0 <= held.rows - n < padded and 0 <= held.cols - k < padded) or tuple(scales.shape[-2:]) != (
-            held.blocks,
-            held.rows,
+        if not (0 <= stored.rows - n < padded and 0 <= stored.cols - k < padded) or tuple(scales.shape[-2:]) != (
+            stored.blocks,
+            stored.rows,
         ):
             return f"not what Marlin makes of {list(shape)}: {got}"
-        return held, values
-    held = Held(n, k, gated)
+        return stored, values
+    stored = Stored(n, k, gated)
     if tuple(values.shape) != shape or values.dtype != torch.float8_e4m3fn or scales.dtype not in BYTES:
         return f"not what the {layout} kernel makes of {list(shape)}: {got}"
-    one = layout_of(layout).scale_shape(held)
+    one = layout_of(layout).scale_shape(stored)
     size = 1
     for m in (*lead, *one):
         size *= m
     if scales.numel() != size or (layout == "plain" and tuple(scales.shape) != (*lead, *one)):
         return f"not the scales that the {layout} kernel makes of {list(shape)}: {got}"
     try:
-        layout_of(layout).check(held)
+        layout_of(layout).check(stored)
     except LayoutError as error:
         return str(error)
-    return held, values
+    return stored, values
 
 
-def _twins(module: nn.Module, attribute: str, scales: torch.Tensor) -> list[torch.Tensor]:
+def _other_scales(module: nn.Module, attribute: str, scales: torch.Tensor) -> list[torch.Tensor]:
     """Tensors of the expert kernel that hold the same scales in other memory.
 
     The kernel's config keeps a reference of its own. After vLLM's reload that is another tensor than the layer's, which eager

@@ -1,4 +1,4 @@
-"""The torch twins against the numpy reference."""
+"""The torch reference against the numpy reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch twins of the kernels: the same moves, the same bits, on any device that torch runs on."""
+"""The torch reference of the kernels: the same moves, the same bits, on any device that torch runs on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_refit_ext.core.layouts import layout_of
 from vllm_refit_ext.core.mxfp8 import BLOCK, CODE_NAN, Rule
 from vllm_refit_ext.kernels.digest import digest_torch
 from vllm_refit_ext.kernels.memory import Buffer, byte_view, view
-from vllm_refit_ext.kernels.moves import CopyMove, DigestMove, HeldBox, QuantizeMove, ShuffleMove, Stack, size3, start3
+from vllm_refit_ext.kernels.moves import CopyMove, DigestMove, QuantizeMove, ShuffleMove, Stack, StoredBox, size3, start3
 
 _INF = 0x7F800000
 _CHUNK = 1 << 20
@@ -101,7 +101,7 @@ def shuffle(move: ShuffleMove, buffers: Sequence[Buffer]) -> None:
 def digest(move: DigestMove, buffers: Sequence[Buffer]) -> int:
     """The digest of a DigestMove's content."""
     content = move.content
-    if isinstance(content, HeldBox):
+    if isinstance(content, StoredBox):
         tensor = get(content.stack, content.start, content.size, buffers, scales=content.scales).view(content.size)
     else:
         tensor = view(buffers[content.at.buffer], content)
@@ -115,9 +115,9 @@ def put(stack: Stack, start: tuple[int, ...], codes: torch.Tensor, scales: torch
     parts = ((False, codes, col, cols), (True, scales, col // BLOCK, cols // BLOCK))
     for is_scale, content, begin, width in parts:
         canonical = content.reshape(count, rows, width)
-        for matrix, held in enumerate(_matrices(stack, first, count, is_scale, buffers)):
-            for part, index in _offsets(stack, (row, begin), (rows, width), is_scale, held.device):
-                held[index] = canonical[matrix, part]
+        for matrix, stored in enumerate(_matrices(stack, first, count, is_scale, buffers)):
+            for part, index in _offsets(stack, (row, begin), (rows, width), is_scale, stored.device):
+                stored[index] = canonical[matrix, part]
 
 
 def get(
@@ -127,9 +127,9 @@ def get(
     (first, row, col), (count, rows, width) = start3(start), size3(size)
     place = stack.scales if scales else stack.values
     out = torch.empty((count, rows, width), dtype=torch.uint8, device=byte_view(buffers[place.buffer]).device)
-    for matrix, held in enumerate(_matrices(stack, first, count, scales, buffers)):
-        for part, index in _offsets(stack, (row, col), (rows, width), scales, held.device):
-            out[matrix, part] = held[index]
+    for matrix, stored in enumerate(_matrices(stack, first, count, scales, buffers)):
+        for part, index in _offsets(stack, (row, col), (rows, width), scales, stored.device):
+            out[matrix, part] = stored[index]
     return out
 
 
@@ -148,8 +148,8 @@ def _offsets(
     """(rows, byte offsets int64 [rows, columns]) of a canonical box, some rows at a time so that the offsets stay small."""
     form = layout_of(stack.layout)
     row, col = (form.scale_row, form.scale_col) if scales else (form.value_row, form.value_col)
-    by_row = torch.from_numpy(row(stack.held, np.arange(start[0], start[0] + size[0]))).to(device)
-    by_col = torch.from_numpy(col(stack.held, np.arange(start[1], start[1] + size[1]))).to(device)
+    by_row = torch.from_numpy(row(stack.stored, np.arange(start[0], start[0] + size[0]))).to(device)
+    by_col = torch.from_numpy(col(stack.stored, np.arange(start[1], start[1] + size[1]))).to(device)
     step = max(1, _CHUNK // max(1, size[1]))
     for r in range(0, size[0], step):
         yield slice(r, r + step), by_row[r : r + step, None] + by_col[None, :]

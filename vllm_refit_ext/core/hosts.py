@@ -1,0 +1,66 @@
+"""Hosts: which ranks can map each other's memory, and which bytes must cross a network.
+
+A host is known by the name that its processes see (containers of one machine have names of their own, and no common shared
+memory) and by the kernel's boot id. Two ranks of one host may use CUDA IPC and shared memory with each other.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+HOST_ID = "VLLM_REFIT_HOSTID"
+"""Environment variable that names this process's host, where host names do not tell."""
+
+
+class Hosts(msgspec.Struct, frozen=True):
+    """The host of every trainer rank and of every engine rank, in the plan's numbers."""
+
+    trainers: Sequence[str]
+    engines: Sequence[str]
+
+    @classmethod
+    def single(cls, trainers: int, engines: int) -> Hosts:
+        """All ranks on one host."""
+        return cls(("",) * trainers, ("",) * engines)
+
+
+def apart(one: str, other: str) -> bool:
+    """Whether ranks of these hosts can't map each other's memory. An empty name is a host without a name: it is near all."""
+    return bool(one and other and one != other)
+
+
+def distances(trainers: Sequence[str], engines: Mapping[int, str]) -> NDArray[np.int8]:
+    """int8 [trainer ranks, engine ranks]: 1 between hosts, else 0, as `build_plan` takes it. engines: host by engine rank."""
+    found = np.zeros((len(trainers), 1 + max(engines, default=-1)), np.int8)
+    for rank, host in engines.items():
+        found[:, rank] = [apart(other, host) for other in trainers]
+    return found
+
+
+def not_shared(other: str) -> str:
+    """What to do where memory of a trainer rank on host `other` can't be opened from this process."""
+    here = this_host()
+    if not apart(other, here):
+        return f"check that the trainer has not ended, and that both see the same shared memory and GPUs (host {here!r})"
+    return (
+        f"the trainer rank is on host {other!r} and this process on {here!r}: use wire ring, which relays between hosts, "
+        f"or wire collective; for containers of one host, share /dev/shm and name that host in {HOST_ID} for both"
+    )
+
+
+def this_host() -> str:
+    """The name of this process's host."""
+    if named := os.environ.get(HOST_ID):
+        return named
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = "unknown"
+    return f"{platform.node()}/{boot[:8]}"
