@@ -72,12 +72,14 @@ class Trainer:
 
 
 def cycle(folder: str, geometry: dict[str, Any], urls: list[str], bucket: int) -> dict[str, Any]:
-    """Other weights, then the checkpoint's twice. Rank 0 tells what the engines answered and received."""
+    """Other weights, every tensor of which is compared, then the checkpoint's twice. Rank 0 tells what the engines answered and
+    received."""
     trainer = Trainer(folder, geometry, urls, bucket)
     plan = trainer.sender.prepare()
     trainer.scale(2.0)
     trainer.sender.refit("other")
     other = trainer.answers()
+    trainer.sender.verify()
     trainer.scale(0.5)
     reports, repeated = [], []
     for version in ("a", "b"):

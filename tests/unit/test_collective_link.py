@@ -21,7 +21,7 @@ from vllm_refit_ext.wires import collective, collective_group
 HOSTS = Hosts("a", "a")
 
 
-def update_of(report: Any, session: str = "s", deadline_s: float = 3.0) -> UpdateInfo:
+def update_of(report: Any, session: str = "s", deadline_s: float = 1.0) -> UpdateInfo:
     return UpdateInfo(wire="collective", version="v", session=session, deadline_s=deadline_s, collective=report)
 
 
