@@ -1,5 +1,5 @@
 # Two commands from a fresh clone with python3, pip and make: `make demo` and `make test`. Each sets up .venv by itself.
-.PHONY: .setup demo test test-all test-unit test-engine test-gpu test-oldest lint bench-planning pins clean
+.PHONY: .setup demo test test-all test-unit test-engine test-gpu test-nixl test-oldest lint bench-planning pins clean
 
 RUN = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 .venv/bin/python
 # Each file in a process of its own, one for each core at a time, and a table of their times.
@@ -27,6 +27,9 @@ test-unit: .setup      ## pure tests, in a few minutes
 test-oldest: .setup    ## unit tests of what a trainer imports, on the oldest Python; a part of `make test` runs the cheapest
 	@tools/oldest.sh $(OLDEST)
 
+test-nixl: .setup      ## wire nixl over UCX on a CPU, in an environment of its own (59 MB to fetch)
+	@tools/nixl.sh tests/unit/test_nixl.py tests/engine/test_nixl.py
+
 test-engine: .setup    ## real vLLM engines and real Megatron, on a CPU
 	$(FILES) $(SHORT)
 
@@ -53,4 +56,4 @@ pins: .setup           ## compile requirements/*.txt anew from pyproject.toml
 	@tools/setup.sh
 
 clean:
-	rm -rf .venv .venv-oldest out
+	rm -rf .venv .venv-nixl .venv-oldest out

@@ -125,6 +125,8 @@ class LooseSender:
         except RefitError:
             sender.forget()
             raise
+        finally:
+            sender.rest()
 
     def digests(self) -> dict[str, dict[str, str]]:
         """What each engine rank must hold, by rank as text and tensor."""

@@ -16,6 +16,8 @@ from vllm_refit_ext.core.messages import (
     CollectiveInfo,
     IpcInfo,
     IpcRank,
+    NixlInfo,
+    NixlRank,
     PrepareReply,
     RingInfo,
     RingRank,
@@ -116,12 +118,13 @@ def test_mutated_mappings():
 
 SHM = ShmInfo(segments=[Segment(rank=0, name="s", nbytes=4096, nonce=5)], offsets=pack(np.arange(4)))
 IPC = IpcInfo(ranks=[IpcRank(rank=0, process="p", device="d", epoch="e", nonce=3, export=b"abc")])
+NIXL = NixlInfo(ranks=[NixlRank(rank=0, epoch="e", nonce=3, export=b"abc", host="s")], bucket_bytes=4096)
 RINGS = RingInfo(rings=[RingRank(rank=0, name="r", slots=[64, 64], start=64, epoch=9)], bucket_bytes=4096, engines=2)
 GROUP = CollectiveInfo(host="127.0.0.1", port=29500, backend="gloo", trainers=1, engines=2, bucket_bytes=4096)
 
 
 @pytest.mark.parametrize(
-    "part", [{"shm": SHM}, {"ipc": IPC}, {"ring": RINGS}, {"collective": GROUP}], ids=lambda p: next(iter(p))
+    "part", [{"shm": SHM}, {"ipc": IPC}, {"nixl": NIXL}, {"ring": RINGS}, {"collective": GROUP}], ids=lambda p: next(iter(p))
 )
 def test_mutated_updates(part):
     update = UpdateInfo(wire=next(iter(part)), version="v", session="s", digests={"0": DIGEST}, deadline_s=60, **part)

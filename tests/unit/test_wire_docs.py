@@ -12,6 +12,8 @@ from vllm_refit_ext.core import manifest, messages
 from vllm_refit_ext.core.messages import (
     CollectiveInfo,
     Message,
+    NixlInfo,
+    NixlRank,
     PrepareReply,
     Published,
     RingInfo,
@@ -59,7 +61,7 @@ def test_the_table_of_an_update_is_the_struct() -> None:
 
 def test_every_field_of_the_other_messages_is_named() -> None:
     words = set(re.findall(r"\w+", TEXT))
-    for kind in (ShmInfo, RingInfo, Status, TakeReply, Published, manifest.Offer, manifest.TensorSpec):
+    for kind in (ShmInfo, NixlInfo, NixlRank, RingInfo, Status, TakeReply, Published, manifest.Offer, manifest.TensorSpec):
         assert fields(kind) <= words, kind
 
 
@@ -67,7 +69,7 @@ def test_every_message_documents_its_fields() -> None:
     """The docstring of a struct is where a reader looks first."""
     for kind in (PrepareReply, UpdateInfo):
         text = kind.__doc__ or ""
-        wires = {"shm", "ipc", "ring", "collective"}
+        wires = {"shm", "ipc", "nixl", "ring", "collective"}
         assert {name for name in fields(kind) if f"{name}:" not in text} <= wires | {"protocol", "wire"}, kind
     assert issubclass(PrepareReply, Message)
     assert messages.Envelope.__doc__

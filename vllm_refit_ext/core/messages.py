@@ -28,10 +28,10 @@ Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 """Numbers that a peer may send. What lies outside is a problem of the message, and no overflow somewhere behind it."""
 
-WireName = Literal["shm", "ipc", "ring", "collective"]
-"""How bytes move. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `ring`: rings of buffers on each host,
-which trainer ranks fill for their own host and relay for others. `collective`: shard to shard over NCCL or gloo. The field of
-`UpdateInfo` with this name holds the wire's own part."""
+WireName = Literal["shm", "ipc", "nixl", "ring", "collective"]
+"""How bytes move. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `nixl`: engines READ over NIXL, from any
+host. `ring`: rings of buffers on each host, which trainer ranks fill for their own host and relay for others. `collective`: shard
+to shard over NCCL or gloo. The field of `UpdateInfo` with this name holds the wire's own part."""
 
 CachePolicy = Literal["reset", "reset_running", "keep"]
 """What a commit does with caches computed from older weights. `reset`: clear the prefix and encoder caches; refused before
@@ -137,6 +137,25 @@ class IpcInfo(Message, frozen=True, kw_only=True):
     ranks: list[IpcRank]
 
 
+class NixlRank(Message, frozen=True, kw_only=True):
+    """One trainer rank's memory for wire `nixl`. epoch: names what is registered, which is in `export` when this epoch is new.
+    nonce: the word that stands in its memory during this refit. host: of the trainer rank, for errors. All empty for a rank that
+    nothing is read from."""
+
+    rank: Rank
+    epoch: str = ""
+    nonce: Nonce = 0
+    export: bytes | None = None
+    host: str = ""
+
+
+class NixlInfo(Message, frozen=True, kw_only=True):
+    """Where the sources lie for wire `nixl`, and most payload bytes of a round."""
+
+    ranks: list[NixlRank]
+    bucket_bytes: Bytes
+
+
 class RingRank(Message, frozen=True, kw_only=True):
     """One trainer rank's ring for wire `ring`. name: of the file with the words. slots: bytes of a buffer for each engine
     rank. start: where the buffers begin in that file when they are not on a GPU. handle, device, address, process: the memory on
@@ -195,6 +214,7 @@ class UpdateInfo(Envelope, frozen=True, kw_only=True):
     checksum: str = ""
     shm: ShmInfo | None = None
     ipc: IpcInfo | None = None
+    nixl: NixlInfo | None = None
     ring: RingInfo | None = None
     collective: CollectiveInfo | None = None
 

@@ -12,7 +12,7 @@ from vllm_refit_ext.wires import BUCKET_BYTES
 
 SMALLEST_BUCKET = 1 << 10
 """Bytes. A bucket must hold an element; a thousand of its messages cost more than their bytes already."""
-ONE_SIDED = ("shm", "ipc")
+ONE_SIDED = ("shm", "ipc", "nixl")
 """Wires by which an engine reads without the trainer, so that versions can be published."""
 LONGEST_S = 7 * 24 * 3600.0
 """The longest deadline. More is taken for a mistake."""
@@ -49,7 +49,7 @@ class SenderConfig(Settings, frozen=True):
     that every engine rank recomputes by the reference before each commit. hash_reloaded: engines hash what goes through vLLM's
     own reload, which `verify` needs to compare such tensors; a refit pays a pass over their bytes on the host. keep: what every
     engine keeps as it is and need not be offered (a frozen vision tower), by name or glob of engine parameters or checkpoint
-    tensors. bucket_bytes: most payload of a message on the wires that stage, `ring` and `collective`. registry_port: where
+    tensors. bucket_bytes: most payload of a message on the wires that stage (`nixl`, `ring`, `collective`). registry_port: where
     trainer rank 0 serves the registry of published versions, 0 for a port of the kernel's choice; None where nothing is
     published.
     """

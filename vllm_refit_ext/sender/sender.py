@@ -190,7 +190,7 @@ class RefitSender:
         """Hand the current weights to the engines as `version`, the same on all ranks. Returns when every engine serves them.
 
         part: names or globs of checkpoint tensors (see `core.part`); only their bytes are sent, and everything else stays bit for
-        bit in the engines, whose status says which parts are of which version. Empty for all. On the wires `shm` and `ipc`.
+        bit in the engines, whose status says which parts are of which version. Empty for all. On wires that engines read.
 
         Every engine commits for itself: where one fails, the others serve the new version, and the error names each. Raises
         SessionError before `prepare`, WireError where the trainer's memory no longer fits, and what engines raised.
@@ -205,6 +205,9 @@ class RefitSender:
             if self.ranks.rank == 0:
                 metrics.failed(type(error).__name__)
             raise
+        finally:
+            if self.prepared is not None:
+                self.prepared.half.rest()
         if self.ranks.rank == 0:
             metrics.succeeded(report.seconds, report.nbytes)
         return report

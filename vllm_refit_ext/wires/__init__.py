@@ -31,7 +31,7 @@ from vllm_refit_ext.core.messages import Message, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.wires.boxes import Memory
 
-NAMES = ("shm", "ipc", "ring", "collective")
+NAMES = ("shm", "ipc", "nixl", "ring", "collective")
 BUCKET_BYTES = 512 << 20
 """Most payload of a message on a wire that stages, unless the caller says otherwise. One takes a quarter of a millisecond on a
 GPU and 1.4 ms over NVLink, long against what a message costs beside its bytes (docs/speed.md).
@@ -70,6 +70,9 @@ class Sender(abc.ABC):
 
     def end(self) -> None:  # noqa: B027
         """Take back what `begin` made readable: a reader that has not confirmed finds out, and so does one that comes later."""
+
+    def rest(self) -> None:  # noqa: B027
+        """The refit has ended, well or not: give back what no engine may use until the next `begin`."""
 
     def forget(self) -> None:  # noqa: B027
         """Tell the engines everything again: the last refit failed."""
