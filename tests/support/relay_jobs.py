@@ -67,7 +67,7 @@ def cycle(folder: str, geometry: dict[str, Any], urls: list[str], hosts: str, bu
         repeated.append(trainer.answers())
     compared = trainer.sender.verify()
     sender: Any = trainer.sender.prepared.half
-    relays, group = sender._share.relays, sender._communicator and sender._communicator._link.group
+    relays, group = sender._table.relays, sender._communicator and sender._communicator._link.group
     found = {
         "other": other,
         "repeated": repeated,

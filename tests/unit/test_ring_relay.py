@@ -190,7 +190,7 @@ def test_every_geometry_arrives_on_any_hosts(case, bucket, count, chance):
     assert {(s, e): n for e, found in enumerate(received) for s, n in found.items()} == edges
     far = {edge: n for edge, n in edges.items() if at[edge[0]] != hosts.engines[edge[1]]}
     assert sum(rendezvous.bytes.values()) == sum(far.values()), "what is sent between trainer ranks is what lies elsewhere"
-    relays = ranks.senders[0]._share.relays
+    relays = ranks.senders[0]._table.relays
     assert (relays is None) == (not far)
     if relays is not None:
         for source, engine, relay in unpack(relays).tolist():
@@ -201,7 +201,7 @@ def test_every_geometry_arrives_on_any_hosts(case, bucket, count, chance):
 def check_memory(ranks: Ranks, bucket: int) -> None:
     """A ring has two buckets for each engine rank of its own host and nothing for others; what is sent has two buffers."""
     for rank, sender in enumerate(ranks.senders):
-        share = sender._share
+        share = sender._table
         readers = [e for e, n in enumerate(share.slots) if n]
         assert all(ranks.hosts.engines[e] == ranks.hosts.trainers[rank] for e in readers)
         most = 2 * (bucket + ALIGN * (len(ranks.senders) + 1)) * len(readers)

@@ -107,3 +107,8 @@ class TornError(RefitError):
 
 class VerifyError(RefitError):
     """Digests or bytes of the two sides differ."""
+
+
+def gave_up(where: str) -> Problem:
+    """What every rank says of a peer that ended a refit for itself. where: the wire and the peer."""
+    return Problem("it gave up this refit", where, do="see its error; refit once more")

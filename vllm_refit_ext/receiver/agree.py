@@ -15,7 +15,6 @@ can't reach it, and each raises `DeadlineError` for itself.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,6 +24,7 @@ import msgspec
 
 from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, TornError
 from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.wires.rendezvous import run_until
 
 T = TypeVar("T")
 
@@ -89,34 +89,18 @@ class Exchange:
             store.delete_key(self.old.pop())
 
     def call(self, what: Callable[[Any], T], deadline: float) -> T:
-        """`what(store)` in a thread, at most until `deadline` (time.monotonic seconds)."""
-        box: list[Any] = []
+        """`what(store)`, at most until `deadline` (time.monotonic seconds)."""
 
-        def work() -> None:
-            try:
-                if self.store is None:
-                    self.store = (self.given or _default_store()).clone()
-                box.append((True, what(self.store)))
-            except Exception as error:  # noqa: BLE001
-                # handed to the waiting thread below, whatever it is
-                box.append((False, error))
+        def work() -> T:
+            if self.store is None:
+                self.store = (self.given or _default_store()).clone()
+            return what(self.store)
 
-        thread = threading.Thread(target=work, name="refit-agree", daemon=True)
-        thread.start()
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if not box:
+        try:
+            return run_until(deadline, "the store that rank 0 hosts did not answer", f"rank {self.view.rank}", work)
+        except Exception:
             self.store = None
-            raise DeadlineError(
-                "the store that the ranks agree through did not answer",
-                where=f"rank {self.view.rank}",
-                wanted="an answer before the deadline",
-                do="rank 0 hosts it: see whether that worker is stopped or overloaded",
-            )
-        good, result = box[0]
-        if not good:
-            self.store = None
-            raise result
-        return result  # type: ignore[no-any-return]
+            raise
 
 
 def begin(view: WorkerView, attempt: str) -> None:

@@ -24,9 +24,7 @@ import torch.distributed as dist
 
 from vllm_refit_ext.core import errors
 from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError
-
-PIECE = 4 << 20
-"""Bytes of one value in the store. torch's store takes no message of 8 MiB or more."""
+from vllm_refit_ext.wires.rendezvous import put_parts, take_parts
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -139,12 +137,8 @@ class Ranks:
         return msgspec.structs.replace(problem, where=f"{label} · {problem.where}" if problem.where else label)
 
     def _put(self, key: str, answer: Answer) -> None:
-        payload = msgspec.msgpack.encode(answer)
-        pieces = [payload[i : i + PIECE] for i in range(0, len(payload), PIECE)]
         try:
-            for i, piece in enumerate(pieces):
-                self._store.set(f"{key}/{i}", piece)
-            self._store.set(key, str(len(pieces)).encode())
+            put_parts(self._store, key, msgspec.msgpack.encode(answer))
         except RuntimeError as error:
             raise self._lost(0, f"the store is gone: {error}") from error
 
@@ -152,10 +146,7 @@ class Ranks:
         """The answer under `key`, which `rank` writes; it is removed from the store."""
         try:
             self._store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-            count = int(self._store.get(key))
-            payload = b"".join(self._store.get(f"{key}/{i}") for i in range(count))
-            for name in (key, *(f"{key}/{i}" for i in range(count))):
-                self._store.delete_key(name)
+            payload = take_parts(self._store, key, delete=True)
         except RuntimeError as error:
             reason = "nothing" if isinstance(error, dist.DistStoreError) else f"the store is gone: {error}"
             raise self._lost(rank, reason) from error

@@ -105,7 +105,7 @@ class CollectiveSender(Sender):
 
         Raises WireError for tensors that are not contiguous.
         """
-        self._packer.look(tensors)
+        self._packer.look(tensors, self.addresses)
         return msgspec.msgpack.encode(self._part())
 
     def transfer(self, session: str, info: CollectiveInfo, deadline: float) -> dict[int, int]:

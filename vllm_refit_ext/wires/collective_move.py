@@ -63,9 +63,9 @@ class Packer:
         """Memory of the ring."""
         return RING * self._room
 
-    def look(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the tensors of a refit. Raises WireError for those that are not contiguous."""
-        self._gather.look(list(tensors), "wire collective")
+    def look(self, tensors: Sequence[torch.Tensor], known: Sequence[int] | None = None) -> None:
+        """Take the tensors of a refit, as `Gather.look` does."""
+        self._gather.look(list(tensors), "wire collective", known)
 
     def run(self, transport: Transport, deadline: float) -> dict[int, int]:
         """Send everything. Returns payload bytes by engine rank. Raises WireError, DeadlineError.

@@ -94,9 +94,10 @@ class Gather:
         self._addresses: list[int] = []
         self._tables: dict[int, Table] = {}
 
-    def look(self, tensors: Sequence[torch.Tensor], where: str) -> None:
-        """Take the tensors of a refit. Raises WireError for those that are not contiguous."""
-        addresses = addresses_of(tensors, self.used, where)
+    def look(self, tensors: Sequence[torch.Tensor], where: str, known: Sequence[int] | None) -> None:
+        """Take the tensors of a refit. known: the addresses of all, see `addresses_of`. Raises WireError for those that are not
+        contiguous."""
+        addresses = addresses_of(tensors, self.used, where, known)
         self._tensors = tensors
         if addresses != self._addresses:
             self._addresses = addresses

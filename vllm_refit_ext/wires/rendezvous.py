@@ -84,12 +84,9 @@ class Store:
 
     def put(self, key: str, value: bytes, deadline: float) -> None:
         """Leave `value`, of any length, for `take`."""
-        parts = [value[at : at + PART_BYTES] for at in range(0, len(value), PART_BYTES)]
 
         def work(store: Any) -> None:
-            for i, part in enumerate(parts):
-                store.set(f"{key}/{i}", part)
-            store.set(key, str(len(parts)))
+            put_parts(store, key, value)
             store.check([key])  # a set is not acknowledged, so another connection may look before it is done
 
         self.call(work, deadline)
@@ -98,9 +95,7 @@ class Store:
         """What was `put` under `key`; it stays there. Raises WireError when nothing was."""
 
         def work(store: Any) -> bytes | None:
-            if not store.check([key]):
-                return None
-            return b"".join(store.get(f"{key}/{i}") for i in range(int(store.get(key))))
+            return take_parts(store, key) if store.check([key]) else None
 
         found = self.call(work, deadline)
         if found is None:
@@ -180,6 +175,23 @@ class StoreServer:
                 store.forget(f"{old}/{step}", 0 if step == GOING else size, deadline)
 
 
+def put_parts(store: Any, key: str, value: bytes) -> None:
+    """Set `key` of torch's `store` to `value`, of any length. What was there before may be mixed with it until it is done."""
+    parts = range(0, len(value), PART_BYTES)
+    for i, at in enumerate(parts):
+        store.set(f"{key}/{i}", value[at : at + PART_BYTES])
+    store.set(key, str(len(parts)))
+
+
+def take_parts(store: Any, key: str, delete: bool = False) -> bytes:
+    """What `put_parts` set, which must be there. delete: remove it."""
+    keys = [f"{key}/{i}" for i in range(int(store.get(key)))]
+    value = b"".join(map(store.get, keys))
+    for each in (key, *keys) if delete else ():
+        store.delete_key(each)
+    return value
+
+
 def run_until(deadline: float, what: str, where: str, work: Callable[[], T]) -> T:
     """`work()` in a thread, left behind when the deadline passes: neither the store's nor a group's calls can be ended."""
     box: list[tuple[bool, Any]] = []
@@ -249,8 +261,8 @@ def local_address(host: str, port: int) -> str:
 
 
 def _connect(host: str, port: int, deadline: float) -> Any:
-    # A thread that is still inside when the process ends would take it down, so the call itself ends with the deadline.
-    left = timedelta(seconds=max(0.1, min(CONNECT_S, deadline - time.monotonic())))
+    # A thread that is still inside when the process ends would take it down, so the call itself ends before the deadline.
+    left = timedelta(seconds=max(0.1, min(CONNECT_S, deadline - time.monotonic() - 0.2)))
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
 
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
+from vllm_refit_ext.core.errors import ConfigError, Problem, WireError, gave_up
 from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import RingInfo, RingRank, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
@@ -125,7 +125,7 @@ def _check_epochs(rings: Mapping[int, RingMapping], epochs: Mapping[int, int]) -
     problems = [
         Problem("the ring belongs to another refit", f"{WHERE}, trainer rank {o}", str(r.words.epoch), str(epochs[o]), do)
         if r.words.epoch != epochs[o]
-        else Problem("it gave up this refit", f"{WHERE}, trainer rank {o}", do="see its error; refit once more")
+        else gave_up(f"{WHERE}, trainer rank {o}")
         for o, r in rings.items()
         if r.words.stopped(epochs[o])
     ]

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.errors import DeadlineError, WireError
+from vllm_refit_ext.core.errors import DeadlineError, WireError, gave_up
 from vllm_refit_ext.core.hosts import this_host
 from vllm_refit_ext.core.messages import RingRank
 from vllm_refit_ext.wires import cuda_ipc
@@ -96,7 +96,7 @@ class Words:
         while self.read(engine, which, epoch) < least:
             now = time.monotonic()
             if self.stopped(epoch) or self.given_up(engine, epoch) or stopped():
-                raise WireError("the other side gave up this refit", where=where, do="see its error; refit once more")
+                raise WireError.of([gave_up(where)])
             if now > look:
                 if which == READY and self._gone():
                     raise WireError("the trainer rank has ended", where=where, do="restart it, prepare and refit")

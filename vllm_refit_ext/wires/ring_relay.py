@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from vllm_refit_ext.core.errors import RefitError, WireError
+from vllm_refit_ext.core.errors import RefitError, WireError, gave_up
 from vllm_refit_ext.core.messages import RingInfo
 from vllm_refit_ext.wires.collective_group import POLL_S, Backend, Group, Link, P2POp, Work
 from vllm_refit_ext.wires.rendezvous import CONNECT_S, GOING, StoreServer, open_store
@@ -152,7 +152,7 @@ class Pending:
             # A GPU is only looked at, so that a rank elsewhere that gave up is noticed before the deadline.
             while self._group.backend == "nccl" and not first.work.ended() and time.monotonic() < self._deadline:
                 if self._stopped():
-                    raise WireError("another rank gave up this refit", where=f"wire {WIRE}", do="see its error; refit once more")
+                    raise WireError.of([gave_up(f"wire {WIRE}, another rank")])
                 time.sleep(POLL_S)
             first.work.wait(self._deadline)
         self._started.popleft()

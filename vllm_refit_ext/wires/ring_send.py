@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from vllm_refit_ext.core.errors import RefitError, WireError
+from vllm_refit_ext.core.errors import RefitError, WireError, gave_up
 from vllm_refit_ext.core.messages import RingInfo, RingRank
 from vllm_refit_ext.core.table import Column, unpack
 from vllm_refit_ext.wires import Sender
@@ -78,7 +78,7 @@ class RingSender(Sender):
 
         Raises WireError for tensors that are not contiguous.
         """
-        self._gather.look(list(tensors), f"{WHERE}, trainer rank {self.rank}")
+        self._gather.look(list(tensors), f"{WHERE}, trainer rank {self.rank}", self.addresses)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         info = self._ring.begin()
@@ -186,7 +186,7 @@ class RingSender(Sender):
         if known:
             return type(known[0]).of([p for error in known for p in error.problems])
         names = ", ".join(f"engine rank {rank}" for rank in sorted(lost))
-        return WireError("it gave up this refit", where=f"{WHERE}, {names}", do="see its error; refit once more")
+        return WireError.of([gave_up(f"{WHERE}, {names}")])
 
     def _where(self, target: int) -> str:
         return f"{WHERE}, trainer rank {self.rank} to engine rank {target}"
@@ -259,7 +259,7 @@ class _Side:
             else:
                 return True
         if self._communicator is not None:
-            raise WireError("it gave up this refit", where=where, do="see its error; refit once more")
+            raise WireError.of([gave_up(where)])
         self.lost.add(target)
         self._words.write(target, REFUSED, self._epoch)
         return False
