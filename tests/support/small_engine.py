@@ -27,12 +27,12 @@ from vllm_refit_ext.wires.boxes import as_bytes, source_view, sum_by_tensor, tar
 
 
 class SmallEngine(FunctionClient):
-    """held: HF name -> the weights that it serves. before: run with the method's name at the start of every call."""
+    """weights: HF name -> the weights that it serves. before: run with the method's name at the start of every call."""
 
     def __init__(self, name: str = "", before: Callable[[str], None] = lambda method: None) -> None:
         super().__init__(self._answer)
         self.name, self.before = name, before
-        self.held: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, torch.Tensor] = {}
         self.version, self.calls = "", [""]
         self.failed: RefitError | None = None
         self._plan: Plan | None = None
@@ -49,7 +49,8 @@ class SmallEngine(FunctionClient):
         whole = whole_tensors(offer.manifest).as_rank(offer.first_rank)
         assert offer.sources is not None
         self._plan = build_plan(offer.manifest, offer.sources, whole)
-        self.held = {n: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for n, spec in offer.manifest.tensors.items()}
+        tensors = offer.manifest.tensors
+        self.weights = {n: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for n, s in tensors.items()}
         digest = self._plan.digest(offer.first_rank)
         return to_rpc(PrepareReply(rank=0, targets=pack_placements(whole), digest=digest))
 
@@ -65,7 +66,7 @@ class SmallEngine(FunctionClient):
             reader.start(time.monotonic() + update.deadline_s)
             for plan in reader.steps:
                 for move in range(len(plan)):
-                    into = target_view(plan, move, as_bytes(self.held[plan.targets[int(plan.target[move])].name]))
+                    into = target_view(plan, move, as_bytes(self.weights[plan.targets[int(plan.target[move])].name]))
                     into.copy_(source_view(plan, move, reader))
             reader.confirm()
             reader.close()
@@ -79,7 +80,7 @@ class SmallEngine(FunctionClient):
         plan = self._plan
         assert plan is not None
         held = sum_by_tensor(
-            plan, range(len(plan)), lambda m: target_view(plan, m, as_bytes(self.held[plan.targets[int(plan.target[m])].name]))
+            plan, range(len(plan)), lambda m: target_view(plan, m, as_bytes(self.weights[plan.targets[int(plan.target[m])].name]))
         )
         return to_rpc(VerifyReply(rank=0, version=self.version, digests={n: f"{v:016x}" for n, v in held.items()}))
 
@@ -95,7 +96,7 @@ class SmallTaker:
     def __init__(self, registry: str, without: str = "") -> None:
         self.versions, self._without = Versions(registry), without
         self.before_commit: Callable[[], None] = lambda: None
-        self.held: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, torch.Tensor] = {}
         self.version, self.prepared = "", 0
         self.revoked: list[str] = []
         self._epoch, self._offer = "", ""
@@ -113,10 +114,10 @@ class SmallTaker:
             if leased.entry.offer != self._offer:
                 self._prepare(leased, deadline)
             assert self._plan is not None
-            plan, fresh = self._plan, {n: torch.zeros_like(t) for n, t in self.held.items()}
+            plan, fresh = self._plan, {n: torch.zeros_like(t) for n, t in self.weights.items()}
             if update.part:
                 plan = part_of(plan, names_in(plan.manifest, update.part))
-                fresh = {n: t.clone() for n, t in self.held.items()}
+                fresh = {n: t.clone() for n, t in self.weights.items()}
             reader = wire(update.wire).open_reader(update, plan, self._kept)
             for move in range(len(plan)):
                 into = target_view(plan, move, as_bytes(fresh[plan.targets[int(plan.target[move])].name]))
@@ -125,7 +126,7 @@ class SmallTaker:
             check()
             reader.confirm()
             reader.close()
-            self.held, self.version, self._epoch = fresh, update.version, leased.entry.epoch
+            self.weights, self.version, self._epoch = fresh, update.version, leased.entry.epoch
         return self.version
 
     def _prepare(self, leased: Leased, deadline: float) -> None:
@@ -137,7 +138,7 @@ class SmallTaker:
             whole = whole.select(keep)
         check_read(offer.manifest, [pack_targets(whole, [])], [])
         self._plan, self._offer = build_plan(offer.manifest, offer.sources, whole), leased.entry.offer
-        self.held = {n: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for n, s in offer.manifest.tensors.items()}
+        self.weights = {n: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for n, s in offer.manifest.tensors.items()}
         self.prepared += 1
 
     @contextlib.contextmanager

@@ -66,8 +66,8 @@ def test_an_engine_takes_what_is_published_before_it_was_there(sender: RefitSend
         first, late = SmallTaker(sender.registry), SmallTaker(sender.registry)
         assert first.take() == "v1"
         assert late.take() == "v1"
-        assert same(first.held, module)
-        assert same(late.held, module)
+        assert same(first.weights, module)
+        assert same(late.weights, module)
         assert first.take() is None, "what is served is not read again"
         assert first.take("v1") == "v1", "unless it is named"
         assert leases(sender, publication.epoch) == []
@@ -82,7 +82,7 @@ def test_versions_follow_each_other_and_one_prepare_serves_all(sender: RefitSend
         publication = sender.publish(f"v{n}", "snapshot" if n % 2 else "in_place")
         if n != 3:
             assert engine.take() == f"v{n}"
-            assert same(engine.stored, module)
+            assert same(engine.weights, module)
     publication.close()
     assert (engine.prepared, engine.version) == (1, "v4")
     with pytest.raises(SessionError, match=r"version 'v4'.*not published, or gone.*the registry has none"):
@@ -136,7 +136,7 @@ def test_a_snapshot_is_waited_for(sender: RefitSender, module: torch.nn.Module) 
     assert published.wait(20.0)
     thread.join()
     assert engine.take() == "v2"
-    assert same(engine.stored, module)
+    assert same(engine.weights, module)
 
 
 def test_a_lease_that_is_revoked_is_found_before_the_commit(sender: RefitSender, module: torch.nn.Module) -> None:
@@ -154,7 +154,7 @@ def test_a_lease_that_is_revoked_is_found_before_the_commit(sender: RefitSender,
     step(module)
     publication = sender.publish("v3")
     assert engine.take() == "v3"
-    assert same(engine.stored, module)
+    assert same(engine.weights, module)
     assert leases(sender, publication.epoch) == []
 
 
@@ -168,7 +168,7 @@ def test_a_registry_that_is_gone_leaves_it_to_the_memory(sender: RefitSender, mo
 
     engine.before_commit = away
     assert engine.take() == "v1"
-    assert same(engine.stored, module)
+    assert same(engine.weights, module)
     engine.before_commit = lambda: None
     with pytest.raises(RefitError, match=f"registry at {sender.registry}"):
         engine.take()
@@ -208,11 +208,11 @@ def test_engines_of_both_forms(module: torch.nn.Module) -> None:
         for n in range(3):
             step(module)
             sender.refit(f"push {n}")
-            assert same(pushed.held, module)
+            assert same(pushed.weights, module)
             step(module)
             sender.publish(f"take {n}")
             assert taker.take() == f"take {n}"
-            assert same(taker.held, module)
+            assert same(taker.weights, module)
         sender.publish("last")
         sender.refit("after it")
         with pytest.raises(SessionError, match="not published, or gone"):
@@ -260,15 +260,15 @@ def test_a_part_is_published_and_the_rest_stays(sender: RefitSender, module: tor
     engine = SmallTaker(sender.registry)
     sender.publish("v1")
     engine.take()
-    before = {n: t.clone() for n, t in engine.stored.items()}
+    before = {n: t.clone() for n, t in engine.weights.items()}
     step(module)
     sender.publish("v2", part=["1.*"])
     assert engine.take() == "v2"
     for name, parameter in module.named_parameters():
-        assert torch.equal(engine.stored[name], parameter.detach() if name.startswith("1.") else before[name]), name
+        assert torch.equal(engine.weights[name], parameter.detach() if name.startswith("1.") else before[name]), name
     sender.publish("v3")
     engine.take()
-    assert same(engine.stored, module)
+    assert same(engine.weights, module)
 
 
 def test_a_part_is_refitted_by_its_bytes(module: torch.nn.Module) -> None:
@@ -276,18 +276,18 @@ def test_a_part_is_refitted_by_its_bytes(module: torch.nn.Module) -> None:
     with contextlib.closing(RefitSender(PlainSource(module), engine, SenderConfig(deadline_s=20.0))) as sender:
         sender.prepare()
         sender.refit("v1")
-        before = {n: t.clone() for n, t in engine.stored.items()}
+        before = {n: t.clone() for n, t in engine.weights.items()}
         step(module)
         report = sender.refit("v2", part=["0.weight"])
         assert report.nbytes == module[0].weight.nbytes  # type: ignore[union-attr, operator, index]
         for name, parameter in module.named_parameters():
-            assert torch.equal(engine.stored[name], parameter.detach() if name == "0.weight" else before[name]), name
+            assert torch.equal(engine.weights[name], parameter.detach() if name == "0.weight" else before[name]), name
         with pytest.raises(RefitError, match=r"part '0\.weights': it matches no offered tensor.*0\.weight"):
             sender.refit("v3", part=["0.weights"])
         with pytest.raises(ConfigError, match="the part can't be read"):
             sender.refit("v3", part="0.weight")
         assert sender.refit("v3").nbytes == sum(p.nbytes for p in module.parameters())
-        assert same(engine.stored, module)
+        assert same(engine.weights, module)
     engine.close()
 
 
@@ -406,11 +406,11 @@ def test_two_ranks_make_one_version() -> None:
     try:
         engine = SmallTaker(trainer.registry)
         assert engine.take() == "v1"
-        assert engine.stored["w"][:, 0].tolist() == [1.0] * 4 + [2.0] * 4
+        assert engine.weights["w"][:, 0].tolist() == [1.0] * 4 + [2.0] * 4
         trainer.publish("v2")
         assert [trainer.line(0), trainer.line(1)] == ["published", "published"]
         assert engine.take() == "v2"
-        assert engine.stored["w"][:, 0].tolist() == [11.0] * 4 + [12.0] * 4
+        assert engine.weights["w"][:, 0].tolist() == [11.0] * 4 + [12.0] * 4
     finally:
         trainer.kill()
 
@@ -427,7 +427,7 @@ def test_a_rank_that_does_not_publish(fault: str, error: str) -> None:
         assert error in said
         assert "trainer rank 1" in said
         assert engine.take() is None
-        assert engine.stored["w"][:, 0].tolist() == [1.0] * 4 + [2.0] * 4
+        assert engine.weights["w"][:, 0].tolist() == [1.0] * 4 + [2.0] * 4
         assert StoreRegistry(trainer.registry).entries(soon()) == []
     finally:
         trainer.kill()
@@ -450,7 +450,7 @@ def test_a_trainer_that_is_killed_and_comes_back() -> None:
             second.publish("v2")
             assert second.line() == "published"
             assert engine.take() == "v2"
-            assert engine.stored["w"][:, 0].tolist() == [11.0] * 4
+            assert engine.weights["w"][:, 0].tolist() == [11.0] * 4
             assert engine.prepared == 1
         finally:
             second.kill()
@@ -493,7 +493,7 @@ def test_joins_leaves_publishes_and_revokes_in_any_order(sender: RefitSender, mo
             if version is not None:
                 taken.append(version)
                 held = wanted[version]
-                if not all(torch.equal(engine.stored[n], held[n]) for n in held):
+                if not all(torch.equal(engine.weights[n], held[n]) for n in held):
                     wrong.append(version)
             time.sleep(mine.random() * 0.01)
 

@@ -43,7 +43,7 @@ def sender_of(module):
 
 
 def same(engine, module):
-    return all(torch.equal(engine.stored[n], p.detach()) for n, p in module.named_parameters())
+    return all(torch.equal(engine.weights[n], p.detach()) for n, p in module.named_parameters())
 
 
 def test_a_plain_trainer_refits_and_verifies(module, sender_of):
@@ -198,7 +198,7 @@ def test_replicas_behind_one_client_all_get_the_weights(module, sender_of):
     sender.refit("v")
     assert all(same(e, module) for e in pair.engines)
     assert sender.verify() == 8
-    pair.engines[1].held["0.bias"].add_(1)
+    pair.engines[1].weights["0.bias"].add_(1)
     with pytest.raises(VerifyError, match=r"engine 0 .*'0\.bias'"):
         sender.verify()
     with pytest.raises(ConfigError, match="data parallel replicas"):

@@ -73,7 +73,7 @@ print(said(lambda: sender.refit(f"only {rank}")))
 print(said(lambda: sender.refit("w")))
 print(said(sender.verify))
 if rank == 0:
-    print(engine.stored["w"][:, 0].tolist())
+    print(engine.weights["w"][:, 0].tolist())
 sys.stdout.flush()
 dist.barrier()
 sender.close()
