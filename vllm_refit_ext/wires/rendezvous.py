@@ -58,7 +58,7 @@ class Store:
         self._store: Any = None
         try:
             self._store = run_until(
-                deadline, "the trainer's store did not answer", self._where, lambda: _connect(host, port, deadline)
+                deadline, "the trainer's store did not answer", self._where, lambda: _connect(host, port, deadline), ends=True
             )
         except (DistError, RuntimeError) as error:
             do = "see whether trainer rank 0 is alive and its host and port can be reached from here"
@@ -192,8 +192,11 @@ def take_parts(store: Any, key: str, delete: bool = False) -> bytes:
     return value
 
 
-def run_until(deadline: float, what: str, where: str, work: Callable[[], T]) -> T:
-    """`work()` in a thread, left behind when the deadline passes: neither the store's nor a group's calls can be ended."""
+def run_until(deadline: float, what: str, where: str, work: Callable[[], T], ends: bool = False) -> T:
+    """`work()` in a thread, left behind when the deadline passes: neither the store's nor a group's calls can be ended.
+
+    ends: whether it ends by itself. A process that ends waits for it then; torch's threads that connect would take it down.
+    """
     box: list[tuple[bool, Any]] = []
 
     def run() -> None:
@@ -202,7 +205,7 @@ def run_until(deadline: float, what: str, where: str, work: Callable[[], T]) -> 
         except Exception as error:  # noqa: BLE001 - raised by the waiting thread
             box.append((False, error))
 
-    thread = threading.Thread(target=run, name="refit-collective", daemon=True)
+    thread = threading.Thread(target=run, name="refit-collective", daemon=not ends)
     thread.start()
     thread.join(max(0.0, deadline - time.monotonic()))
     if not box:
@@ -261,8 +264,7 @@ def local_address(host: str, port: int) -> str:
 
 
 def _connect(host: str, port: int, deadline: float) -> Any:
-    # A thread that is still inside when the process ends would take it down, so the call itself ends before the deadline.
-    left = timedelta(seconds=max(0.1, min(CONNECT_S, deadline - time.monotonic() - 0.2)))
+    left = timedelta(seconds=max(0.1, min(CONNECT_S, deadline - time.monotonic())))
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
 
 
