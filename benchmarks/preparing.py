@@ -25,8 +25,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_sender.prequantize import Prequantised
-
 from benchmarks.shards import QWEN3_30B, Shards
 from vllm_refit_ext.core.coded import Coding
 from vllm_refit_ext.core.layouts import Stored, layout_of
@@ -40,6 +38,7 @@ from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.receiver.recording import Recording
 from vllm_refit_ext.receiver.routes.table import Routes
 from vllm_refit_ext.receiver.target_places import place
+from vllm_refit_ext.sender.prequantize import Prequantised
 from vllm_refit_ext.wires import BUCKET_BYTES
 from vllm_refit_ext.wires.ring import RingRounds
 

@@ -31,8 +31,9 @@ class Look:
         Memory that was given back has address 0."""
         with torch._C.DisableTorchFunction():  # a mode, such as a default device, would make each question a call of Python
             if (
-                all(map(torch.Tensor.is_contiguous, tensors))
-                and list(map(_SHAPE, tensors)) == self._shapes
+                len(tensors) == len(self._shapes)
+                and all(map(torch.Tensor.is_contiguous, tensors))
+                and all(map(operator.eq, map(_SHAPE, tensors), self._shapes))  # no list of new objects for the collector
                 and list(map(_DTYPE, tensors)) == self._dtypes
             ):
                 return list(map(torch.Tensor.data_ptr, tensors))
