@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from vllm_refit_ext.core.compare import check_digests
 from vllm_refit_ext.core.coverage import unread_parts
 from vllm_refit_ext.core.errors import (
     ConfigError,
@@ -182,19 +183,7 @@ class EngineClient(ABC):
         replies = self._ask(VerifyReply, "refit_verify", (digests,), deadline_s)
         raise_problems(replies, VerifyError)
         if digests is not None:
-            problems = [p for reply in replies for p in _differences(reply, digests)]
-            ranks = {str(r.rank) for r in replies}
-            problems += [
-                Problem(
-                    "digests were given for a rank that the engine does not have",
-                    f"engine rank {key!r}",
-                    wanted=f"{sorted(ranks)}",
-                )
-                for key in digests
-                if key not in ranks
-            ]
-            if problems:
-                raise VerifyError.of(problems, "the engine does not hold what the trainer offers")
+            check_digests(replies, digests)
         return replies
 
     def _ask(self, kind: type[M], method: str, args: tuple[Any, ...], deadline_s: float) -> list[M]:
@@ -367,25 +356,6 @@ def _translated(method: str, timeout_s: float | None, call: Callable[[], list[An
         raise DeadlineError("no answer from the engine", where=method, got=error, wanted=wanted, do=LATE_DO) from error
     except Exception as error:
         raise RefitError(f"the engine failed: {error}", where=method) from error
-
-
-def _differences(reply: VerifyReply, digests: Mapping[str, Mapping[str, str]]) -> list[Problem]:
-    """What one rank's digests lack or hold otherwise."""
-    where, wanted = f"engine rank {reply.rank}", digests.get(str(reply.rank))
-    if wanted is None:
-        got, do = ", ".join(map(repr, digests)) or "none", "pass those of every rank"
-        return [Problem("no digests were given for it", where, f"ranks {got}", f"{str(reply.rank)!r}", do)]
-    problems = []
-    differs = [name for name, digest in reply.digests.items() if name in wanted and wanted[name] != digest]
-    if differs:
-        problems.append(Problem(f"{len(differs)} tensor(s) differ, the first is {differs[0]!r}", where, do="run a full refit"))
-    for what, names in (
-        ("its digest was not given", [name for name in reply.digests if name not in wanted]),
-        ("the rank holds no such tensor to compare", [name for name in wanted if name not in reply.digests]),
-    ):
-        if names:
-            problems.append(Problem(f"{len(names)} tensor(s) were not compared: {what}", where, f"{names[0]!r}"))
-    return problems
 
 
 def _not_vllm(where: str, answer: object) -> WireError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 WIDTH = 16
@@ -73,3 +74,11 @@ class Digest(IntEnum):
     STORED_ROWS = 13
     STORED_COLS = 14
     HALF = 15
+
+
+def cells_of(row: Mapping[int, int]) -> list[int]:
+    """A table row with these columns, 0 elsewhere."""
+    cells = [0] * WIDTH
+    for column, value in row.items():
+        cells[column] = value
+    return cells

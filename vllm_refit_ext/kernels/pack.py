@@ -13,7 +13,7 @@ from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.kernels import fields
 from vllm_refit_ext.kernels.moves import CopyMove, DigestMove, QuantizeMove, ShuffleMove, Stack, Strided, size3, start3
 from vllm_refit_ext.kernels.pack_copy import pack_copy
-from vllm_refit_ext.kernels.pack_digest import pack_digest
+from vllm_refit_ext.kernels.pack_digest import Rows, pack_digest
 from vllm_refit_ext.kernels.tuning import TILES, WIDE, Tile, choose
 
 Key = tuple[tuple[str, object], ...]
@@ -36,10 +36,11 @@ class Group:
 
     def add(self, owner: int, row: dict[int, int], at: dict[int, tuple[int, int]], down: int, across: int) -> None:
         """Add a row: plain columns `row`, addresses `at` {column: (buffer, byte offset)}, and its grid of tiles."""
-        cells = [0] * fields.WIDTH
+        self.put(owner, fields.cells_of(row), at, down, across)
+
+    def put(self, owner: int, cells: list[int], at: dict[int, tuple[int, int]], down: int, across: int) -> None:
+        """`add` with the plain columns as the cells of a row, which are taken."""
         cells[0], cells[1] = self.count, across
-        for column, value in row.items():
-            cells[column] = value
         for column, (buffer, offset) in at.items():
             cells[column] = offset
             self.slots.setdefault(column, []).append(buffer)
@@ -88,6 +89,8 @@ class Packer:
         self.tile_sizes = {**TILES, **tiles}
         self.groups: dict[tuple[Key, Tile], Group] = {}
         self.touched = Touched()
+        self.kinds: dict[tuple[object, ...], Rows] = {}
+        """Rows of digests by kind of box."""
 
     def pack(self, moves: Iterable[CopyMove | QuantizeMove | ShuffleMove | DigestMove]) -> None:
         """Add every move, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,21 +12,26 @@ from vllm_refit_ext.core.digest import check_box, row_strides, words_of
 from vllm_refit_ext.core.dtypes import itemsize
 from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.core.mxfp8 import BLOCK
-from vllm_refit_ext.kernels.fields import Digest
+from vllm_refit_ext.kernels.fields import Digest, cells_of
 from vllm_refit_ext.kernels.moves import DigestMove, StoredBox, Strided, size3, start3
 from vllm_refit_ext.kernels.tuning import WIDE
 
 if TYPE_CHECKING:
-    from vllm_refit_ext.kernels.pack import Packer
+    from vllm_refit_ext.kernels.pack import Group, Packer
 
 Ints = tuple[int, ...]
+Rows = list["tuple[Group, list[int], int, int, int, int]"]
+"""Of one kind of box: group, cells, bytes behind the box's address, words behind its first, and the grid of tiles."""
 
 
 def pack_digest(packer: Packer, owner: int, move: DigestMove) -> None:
-    """Add a DigestMove. Raises LayoutError where the box does not lie in the tensor or in the stored matrices."""
+    """Add a DigestMove. Raises LayoutError where the box does not lie in the tensor or in the stored matrices.
+
+    A model has thousands of boxes of one kind, which differ in their place alone: how a kind becomes rows is worked out once.
+    """
     content = move.content
     extra = len(content.shape) - len(move.shape)
-    if any(n != 1 for n in content.shape[: max(extra, 0)]):
+    if extra and any(n != 1 for n in content.shape[: max(extra, 0)]):
         raise LayoutError(
             "the content has more dimensions than the tensor", where=move.name, got=content.shape, wanted=f"a box of {move.shape}"
         )
@@ -34,11 +40,27 @@ def pack_digest(packer: Packer, owner: int, move: DigestMove) -> None:
     if 0 in box:
         return
     flat = row_strides(move.shape)
-    first = sum(i * f for i, f in zip(move.start, flat, strict=True))
+    first = sum(map(operator.mul, move.start, flat))
     if isinstance(content, StoredBox):
-        _stored(packer, owner, move, content, first, flat)
+        stack = content.stack
+        stack.check_box(content.size, content.start, move.name, BLOCK if content.scales else 1)
+        place, nbytes = (stack.scales, stack.scale_bytes) if content.scales else (stack.values, stack.value_bytes)
+        matrix, *start = start3(content.start)
+        buffer, offset = place.buffer, place.offset + matrix * nbytes
+        count = size3(content.size)[0]
+        packer.touched.add(owner, buffer, offset, count * nbytes, writes=False)
+        kind = (stack.layout, stack.stored, *start, content.size, content.scales, flat)
     else:
-        _strided(packer, owner, move, content, first, flat)
+        buffer, offset = content.at.buffer, content.at.offset
+        packer.touch_box(owner, content, writes=False)
+        kind = (content.dtype, content.shape, content.strides, flat)
+    key = (*kind, offset % WIDE, packer.alignment.get(buffer, WIDE))
+    if key not in packer.kinds:
+        packer.kinds[key] = _stored(packer, content, flat) if isinstance(content, StoredBox) else _strided(packer, content, flat)
+    for group, cells, at, flat0, down, across in packer.kinds[key]:
+        row = cells.copy()
+        row[Digest.FLAT0], row[Digest.OUT] = first + flat0, move.out
+        group.put(owner, row, {Digest.ADDRESS: (buffer, offset + at)}, down, across)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +77,7 @@ class _Rectangle:
     flat_col: int
 
 
-def _strided(packer: Packer, owner: int, move: DigestMove, content: Strided, first: int, flat: Ints) -> None:
+def _strided(packer: Packer, content: Strided, flat: Ints) -> Rows:
     size = itemsize(content.dtype)
     words, width = words_of(size), min(size, 4)
     shape, strides = (1, 1, *content.shape), (0, 0, *content.strides)
@@ -65,17 +87,18 @@ def _strided(packer: Packer, owner: int, move: DigestMove, content: Strided, fir
     group = packer.group(
         "digest_tiles", shape[-1], WORD=f"uint{8 * width}", LAYOUT="", SCALES=False, UNIT=unit, ALIGN=WIDE if wide else width
     )
+    rows: Rows = []
     for lead in np.ndindex(*shape[:-2]):
-        offset = content.at.offset + sum(i * n for i, n in zip(lead, strides, strict=False))
-        index = first + sum(i * n for i, n in zip(lead, flat, strict=False))
+        offset = sum(i * n for i, n in zip(lead, strides, strict=False))
+        index = sum(i * n for i, n in zip(lead, flat, strict=False))
         whole = _Rectangle(offset, shape[-2], shape[-1], strides[-2], strides[-1], index, flat[-2], flat[-1])
         for part in _fold(_words(whole, size, words), group.tile.cols, width):
-            row: dict[int, int] = {Digest.OUT: move.out, Digest.ROWS: part.rows, Digest.COLS: part.cols}
+            row: dict[int, int] = {Digest.ROWS: part.rows, Digest.COLS: part.cols}
             row |= {Digest.ROW_STRIDE: part.row_stride // width, Digest.COL_STRIDE: part.col_stride // width}
-            row |= {Digest.FLAT0: part.flat0, Digest.FLAT_ROW: part.flat_row, Digest.FLAT_COL: part.flat_col}
-            at: dict[int, tuple[int, int]] = {Digest.ADDRESS: (content.at.buffer, part.offset)}
-            group.add(owner, row, at, -(-part.rows // group.tile.rows), -(-part.cols // group.tile.cols))
-    packer.touch_box(owner, content, writes=False)
+            row |= {Digest.FLAT_ROW: part.flat_row, Digest.FLAT_COL: part.flat_col}
+            down, across = -(-part.rows // group.tile.rows), -(-part.cols // group.tile.cols)
+            rows.append((group, cells_of(row), part.offset, part.flat0, down, across))
+    return rows
 
 
 def _words(r: _Rectangle, size: int, words: int) -> list[_Rectangle]:
@@ -105,22 +128,18 @@ def _fold(parts: list[_Rectangle], across: int, width: int) -> list[_Rectangle]:
     return out
 
 
-def _stored(packer: Packer, owner: int, move: DigestMove, content: StoredBox, first: int, flat: Ints) -> None:
+def _stored(packer: Packer, content: StoredBox, flat: Ints) -> Rows:
     stack = content.stack
-    stack.check_box(content.size, content.start, move.name, BLOCK if content.scales else 1)
     place, nbytes = (stack.scales, stack.scale_bytes) if content.scales else (stack.values, stack.value_bytes)
     count, rows, cols = size3(content.size)
     matrix, row0, col0 = start3(content.start)
-    wide = packer.aligned(WIDE, (place.buffer, (place.offset, cols)))
+    wide = packer.aligned(WIDE, (place.buffer, (place.offset + matrix * nbytes, nbytes, cols)))
     group = packer.group(
         "digest_tiles", cols, WORD="uint8", LAYOUT=stack.layout, SCALES=content.scales, UNIT=True, ALIGN=WIDE if wide else 1
     )
     flat = (0,) * (3 - len(flat)) + flat
-    row: dict[int, int] = {Digest.OUT: move.out, Digest.ROWS: rows, Digest.COLS: cols, Digest.ROW0: row0, Digest.COL0: col0}
+    row: dict[int, int] = {Digest.ROWS: rows, Digest.COLS: cols, Digest.ROW0: row0, Digest.COL0: col0}
     row |= {Digest.FLAT_ROW: flat[-2], Digest.FLAT_COL: flat[-1]}
     row |= {Digest.STORED_ROWS: stack.stored.rows, Digest.STORED_COLS: stack.stored.cols, Digest.HALF: stack.stored.half}
-    for i in range(count):
-        at: dict[int, tuple[int, int]] = {Digest.ADDRESS: (place.buffer, place.offset + (matrix + i) * nbytes)}
-        cells = row | {Digest.FLAT0: first + i * flat[-3]}
-        group.add(owner, cells, at, -(-rows // group.tile.rows), -(-cols // group.tile.cols))
-    packer.touched.add(owner, place.buffer, place.offset + matrix * nbytes, count * nbytes, writes=False)
+    down, across = -(-rows // group.tile.rows), -(-cols // group.tile.cols)
+    return [(group, cells_of(row), i * nbytes, i * flat[-3], down, across) for i in range(count)]

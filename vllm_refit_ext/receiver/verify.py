@@ -9,15 +9,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_refit_ext.core.errors import ConfigError, ManifestError, SessionError
+from vllm_refit_ext.core.compare import check_hashed
+from vllm_refit_ext.core.errors import ConfigError, ManifestError
 from vllm_refit_ext.core.messages import Digests, VerifyReply, read_digests
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.receiver.prepared import Prepared
 from vllm_refit_ext.receiver.stored_digests import StoredDigests
 from vllm_refit_ext.wires.boxes import MODULUS, move_digest
-
-SHOWN = 20
-"""Names in one error."""
 
 
 def compare(prepared: Prepared, rank: int, version: str, reloaded: dict[str, int] | None, expected: object) -> VerifyReply:
@@ -31,13 +29,7 @@ def compare(prepared: Prepared, rank: int, version: str, reloaded: dict[str, int
     names = list(prepared.manifest.tensors)
     writer, plan = prepared.in_place, prepared.reload.plan
     unhashed = set() if reloaded is not None else {plan.names[i] for i in np.unique(plan.tensor)}
-    if lacking := [name for name in names if name in want and name in unhashed]:
-        raise SessionError(
-            "tensors went through vLLM's own reload, and no refit was asked to hash them",
-            where="refit_verify",
-            got=", ".join(lacking[:SHOWN]) + (f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""),
-            do="set SenderConfig(hash_reloaded=True), refit, then verify",
-        )
+    check_hashed([name for name in names if name in want], unhashed)
     if prepared.digests is None:
         prepared.digests = StoredDigests(writer.plan, prepared.targets.params, prepared.targets.stored, prepared.view.device)
     live = prepared.digests(writer.content).get(prepared.targets.rank, {})

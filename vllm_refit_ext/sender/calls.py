@@ -44,6 +44,10 @@ class Calls(Generic[T]):
             self._failed(index, located)
             raise located from error
 
+    def wait(self, timeout_s: float) -> None:
+        """Until all calls have ended, `timeout_s` seconds at most."""
+        concurrent.futures.wait(self._outcomes, timeout_s)
+
     def results(self, timeout_s: float, done: str, first: RefitError | None = None) -> list[T]:
         """What all calls returned, in the order of the engines.
 
@@ -51,7 +55,7 @@ class Calls(Generic[T]):
         other engines did not fail, it names them and says what they have `done`. A call that has not returned after `timeout_s`
         seconds counts as DeadlineError.
         """
-        concurrent.futures.wait(self._outcomes, timeout_s)
+        self.wait(timeout_s)
         errors, results, well = [first] if first is not None else [], [], []
         for name, outcome in zip(self._names, self._outcomes, strict=True):
             if not outcome.done():

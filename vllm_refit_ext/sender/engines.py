@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 
 from vllm_refit_ext.client import LATE_S, EngineClient, raise_problems
+from vllm_refit_ext.core.compare import check_digests
 from vllm_refit_ext.core.coverage import check_consumed
 from vllm_refit_ext.core.errors import ConfigError, PlanError, Problem, RefitError
 from vllm_refit_ext.core.hosts import Hosts, distances
 from vllm_refit_ext.core.manifest import Manifest, Offer, pack_offer
-from vllm_refit_ext.core.messages import PrepareReply, UpdateInfo, UpdateReport
+from vllm_refit_ext.core.messages import PrepareReply, UpdateInfo, UpdateReport, VerifyReply
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.table import unpack_placements
@@ -101,9 +102,15 @@ class Engines:
         Raises as `Calls.results` does."""
         return calls.results(self.deadline_s + 2 * LATE_S, f"they serve version {version!r}", transfer)
 
-    def verify(self, wanted: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
-        """Compare digests on all engines."""
-        self._all(lambda index, engine: engine.verify(wanted[index], self.deadline_s), "they hold what the trainer offers")
+    def digest(self) -> Calls[list[VerifyReply]]:
+        """Start asking all engines for digests of what they hold."""
+        return Calls(self._checked(), lambda index, engine: engine.verify(None, self.deadline_s))
+
+    def compare(self, calls: Calls[list[VerifyReply]], wanted: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
+        """What `digest` started, against `wanted`. Raises as `Calls.results` does, with what each engine holds otherwise."""
+        done = "they hold what the trainer offers"
+        replies = calls.results(self.deadline_s + LATE_S, done)
+        call_all(self.clients, lambda index, _: check_digests(replies[index], wanted[index]), self.deadline_s, done)
 
     def named(self, error: RefitError, ranks: Sequence[EngineRanks]) -> RefitError:
         """The same error with every number that an engine rank has in the joint plan said as its engine and its own rank."""
@@ -121,9 +128,12 @@ class Engines:
         )
 
     def _all(self, work: Callable[[int, EngineClient], T], done: str) -> list[T]:
+        return call_all(self._checked(), work, self.deadline_s + LATE_S, done)
+
+    def _checked(self) -> list[EngineClient]:
         if not self.clients:
             raise ConfigError("trainer rank 0 needs an engine client", where="the sender", do="pass engine= on rank 0")
-        return call_all(self.clients, work, self.deadline_s + LATE_S, done)
+        return self.clients
 
 
 def _one_replica(first: int, replies: Sequence[PrepareReply]) -> EngineRanks:

@@ -366,14 +366,21 @@ class RefitSender:
         Raises VerifyError naming, for each engine rank, the first tensor that differs or was not compared.
         """
         self.ranks.call("verify")
-        mine = answer_of(lambda: sent_digests(self._ready("verify"), self.ranks.rank))
-        return int(self.ranks.exchange(mine, self._verify_engines))
+        asks = self.prepared is not None and bool(self.prepared.engines)
+        calls = self._engines.digest() if asks else None
 
-    def _verify_engines(self, raw: list[bytes]) -> list[bytes]:
-        wanted = wanted_digests(raw, self._ready("verify").engines)
-        self._engines.verify(wanted)
-        count = sum(len(digests) for engine in wanted for digests in engine.values())
-        return [str(count).encode()] * self.ranks.size
+        def compare(raw: list[bytes]) -> list[bytes]:
+            wanted = wanted_digests(raw, self._ready("verify").engines)
+            self._engines.compare(calls or self._engines.digest(), wanted)
+            count = sum(len(digests) for engine in wanted for digests in engine.values())
+            return [str(count).encode()] * self.ranks.size
+
+        try:  # the engines take theirs at the same time
+            mine = answer_of(lambda: sent_digests(self._ready("verify"), self.ranks.rank))
+            return int(self.ranks.exchange(mine, compare))
+        finally:
+            if calls is not None:  # an engine that still works would refuse the next call
+                calls.wait(self.config.deadline_s + LATE_S)
 
     def close(self) -> None:
         """Give back what this rank's half of the wire holds; a version that is open is revoked. Not collective. `prepare` may be
