@@ -103,7 +103,7 @@ def _check_struct(kind: type[msgspec.Struct], value: object, path: str) -> list[
         if field.name in value:
             problems += check_shape(hints[field.name], value[field.name], prefix + field.name)
         elif field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT:
-            wanted = describe(hints[field.name])
+            wanted = ", ".join(map(str, literal_options(hints[field.name]))) or "a value"
             problems.append(Problem("a required setting is missing", where=prefix + field.name, wanted=wanted))
     return problems
 
@@ -118,8 +118,8 @@ def _check_leaf(kind: Any, value: object, path: str) -> list[Problem]:
     except (msgspec.ValidationError, RecursionError) as error:
         literals = [str(option) for option in literal_options(kind)]
         do = closest(value, literals) if isinstance(value, str) and literals else ""
-        why = " ".join(str(error).split()).replace("`", "")
-        return [Problem("the value does not fit", where=path, got=show(value), wanted=describe(kind), do=do or why + ".")]
+        wanted = "one of " + ", ".join(literals) if literals else " ".join(str(error).split()).replace("`", "")
+        return [Problem("the value does not fit", where=path, got=show(value), wanted=wanted, do=do)]
     return []
 
 
@@ -128,37 +128,6 @@ def literal_options(kind: Any) -> list[object]:
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     return [option for part in get_args(kind) if not isinstance(part, msgspec.Meta) for option in literal_options(part)]
-
-
-def describe(kind: Any) -> str:
-    """The type `kind` in words: `integer 1..65536`, `one of ipc, shm, collective`, `text or null`."""
-    origin = get_origin(kind)
-    if origin is Annotated:
-        inner, *metas = get_args(kind)
-        return describe(inner) + "".join(_bounds(meta) for meta in metas if isinstance(meta, msgspec.Meta))
-    if origin in (Union, UnionType):
-        return " or ".join(describe(option) for option in get_args(kind))
-    if origin is Literal:
-        return "one of " + ", ".join(str(option) for option in get_args(kind))
-    if origin is list:
-        return f"list of ({describe(get_args(kind)[0])})"
-    names = {int: "integer", float: "number", str: "text", bool: "true or false", NoneType: "null"}
-    if origin is dict or kind is dict:
-        return "mapping"
-    return names.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def _bounds(meta: msgspec.Meta) -> str:
-    text = ""
-    if meta.ge is not None and meta.le is not None:
-        text = f" {meta.ge}..{meta.le}"
-    elif meta.ge is not None or meta.gt is not None:
-        text = f" from {meta.ge}" if meta.ge is not None else f" above {meta.gt}"
-    if meta.ge is None and meta.le is not None:
-        text += f" up to {meta.le:g}"
-    if meta.min_length:
-        text += " (not empty)"
-    return text + (f" like {meta.pattern}" if meta.pattern else "")
 
 
 def parse_recipe(value: object, base: Path | None = None) -> tuple[Recipe | None, list[Problem]]:

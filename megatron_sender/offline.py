@@ -15,11 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from megatron_sender import local_spec
 from megatron_sender.config import Parallelism, Recipe
 from megatron_sender.local_hybrid import hybrid_modules, hybrid_spec
+from megatron_sender.one_period import KNOWN
 from megatron_sender.source import SourceMap, source_map
 from megatron_sender.without_cuda import stand_in_for_transformer_engine, without_cuda
 from vllm_refit_ext.core.errors import ConfigError, Problem
@@ -78,6 +80,20 @@ def trainer_placements(recipe: Recipe) -> Offered:
                             known[place] = source_map(chunks, bridge, rank=rank)
                     tables.append(known[place].placements.as_rank(rank))
     return Offered(_manifest(known), concatenate(tables))
+
+
+def with_defaults(recipe: Recipe) -> tuple[Recipe, list[Problem]]:
+    """The recipe with what its model's configuration leaves unsaid about layers, as transformers fills it in."""
+    import transformers
+
+    fields = dict(recipe.model.hf_config)  # type: ignore[arg-type]
+    try:
+        filled = transformers.AutoConfig.for_model(**fields)
+    except Exception as error:  # noqa: BLE001 - a configuration's own checks raise whatever they like
+        got = " ".join(str(error).split())[:300]
+        return recipe, [Problem("transformers refuses this configuration", "model.hf_config", f"{type(error).__name__}: {got}")]
+    known = {name: getattr(filled, name) for name in sorted(KNOWN) if getattr(filled, name, None) is not None}
+    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, hf_config={**known, **fields})), []
 
 
 def _manifest(known: Mapping[Place, SourceMap]) -> Manifest:

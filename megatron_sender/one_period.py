@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,26 +17,28 @@ KNOWN = frozenset(
     {"num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace", "mlp_only_layers", "max_window_layers"}
 )
 """Settings that number or count layers and are understood here."""
+LAYER = re.compile(r"(?<=\blayers\.)\d+")
+"""The number of a layer in a name of the checkpoint, of Megatron or of vLLM."""
+MTP = "mtp."
+"""What names of prediction layers have in them where these are not numbered as the decoder's are."""
 
 
 def one_period(recipe: Recipe) -> Recipe:
     """The recipe of one trainer stage and one engine stage that hold the first layers of the model, as many as it takes to
     have each kind. `model.hf_config` was read in.
 
-    Stages, replicas and data parallel ranks go: they add no shape and no cut. An engine that shares experts over data parallel
-    ranks too shares them over its tensor parallel ranks.
+    Stages and replicas go: they add no shape and no cut.
     """
     config = recipe.model.hf_config
     assert isinstance(config, Mapping)
-    nested = config.get("text_config")
-    cut = _cut(nested if isinstance(nested, Mapping) else config)
-    model = {**config, "text_config": cut} if isinstance(nested, Mapping) else cut
+    cut = _cut(_text(config))
+    model = cut if _text(config) is config else {**config, "text_config": cut}
     p = recipe.trainer.parallelism
     return msgspec.structs.replace(
         recipe,
         model=msgspec.structs.replace(recipe.model, hf_config=model),
         trainer=with_sizes(recipe.trainer, tp=p.tp, ep=p.ep, etp=p.etp),
-        engines=[msgspec.structs.replace(e, count=1, pp=1, dp=1, ep=e.tp if e.ep > 1 else 1) for e in recipe.engines],
+        engines=[msgspec.structs.replace(e, count=1, pp=1) for e in recipe.engines],
     )
 
 
@@ -45,8 +48,46 @@ def with_sizes(trainer: Trainer, *, tp: int, ep: int, etp: int) -> Trainer:
     return msgspec.structs.replace(trainer, world_size=math.lcm(tp, ep * etp), parallelism=parallelism)
 
 
+class Layers:
+    """Which layer of the period stands for each layer of the whole model."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.stands = representatives(_text(config))
+        self.period = 1 + max(self.stands, default=0)
+
+    def copies(self, name: str) -> int:
+        """Layers that the one which `name` names stands for; 1 for what is of no layer, and for prediction layers."""
+        return len(self.full_names(name))
+
+    def full_names(self, name: str) -> list[str]:
+        """The names in the whole model for a name in the period."""
+        found = None if MTP in name else LAYER.search(name)
+        if found is None:
+            return [name]
+        if self.predicts(name):
+            numbers = [int(found[0]) - self.period + len(self.stands)]
+        else:
+            numbers = [i for i, j in enumerate(self.stands) if j == int(found[0])]
+        return [f"{name[: found.start()]}{i}{name[found.end() :]}" for i in numbers]
+
+    def predicts(self, name: str) -> bool:
+        """Whether `name`, of the checkpoint in the period, belongs to a prediction layer."""
+        found = LAYER.search(name)
+        return MTP in name or (found is not None and int(found[0]) >= self.period)
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
 def period(config: Mapping[str, Any]) -> int:
     """How many of the first layers have every kind of layer; all of them where a setting about layers is not understood."""
+    return 1 + max(representatives(config), default=0)
+
+
+def representatives(config: Mapping[str, Any]) -> list[int]:
+    """By layer, the first layer of its kind; itself where a setting about layers is not understood."""
     layers = _layers(config)
     first, dense = config.get("first_k_dense_replace") or 0, config.get("mlp_only_layers") or []
     by_layer = [config[name] for name in _by_layer(config, layers)]
@@ -54,9 +95,9 @@ def period(config: Mapping[str, Any]) -> int:
     for name, value in config.items():
         counts = type(value) is int or (isinstance(value, list) and len(value) not in (0, layers))
         if "layer" in name and counts and name not in KNOWN and not name.endswith(STEPS):
-            return layers
+            return list(range(layers))
     kinds = [(i < first, i in dense, *(i % n for n in steps), *(str(v[i]) for v in by_layer)) for i in range(layers)]
-    return 1 + max((kinds.index(kind) for kind in kinds), default=0)
+    return [kinds.index(kind) for kind in kinds]
 
 
 def _layers(config: Mapping[str, Any]) -> int:

@@ -1,85 +1,106 @@
 """Everything that can't work, found before anything is allocated: all violations at once, each with the path of its setting.
 
-These rules stand by hand because they answer where neither torch nor Megatron nor vLLM is installed, for all layers and for all
-settings at once; Megatron and vLLM stop at the first. `vllm-refit plan --check` adds what their own code refuses.
+Most of it is found by planning: the real source map and the real routes on one period of the model's layers, in seconds and
+without a GPU (`vllm-refit plan --check`, which a process of its own runs here: a trainer's own process stays as it is). What no
+plan can say stands in `preflight_rules`.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_sender.config import Recipe
 from megatron_sender.config_load import parse_recipe
-from megatron_sender.preflight_engine import check_engine
-from megatron_sender.preflight_model import ModelShape, read_model
-from megatron_sender.preflight_reach import check_reach
-from megatron_sender.preflight_reference import PRECONDITIONS, Precondition, check_nccl_reshard_refit_support
-from megatron_sender.preflight_refit import Memory, check_refit
-from megatron_sender.preflight_refit import refit_memory as _refit_memory
-from megatron_sender.preflight_trainer import check_trainer
-from vllm_refit_ext.core.errors import ConfigError, Problem
+from megatron_sender.config_model import ModelConfig, read_model
+from megatron_sender.preflight_reference import PRECONDITIONS as PRECONDITIONS
+from megatron_sender.preflight_reference import check_nccl_reshard_refit_support as check_nccl_reshard_refit_support
+from megatron_sender.preflight_rules import hand_violations
+from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError
 
-__all__ = [
-    "PRECONDITIONS",
-    "Memory",
-    "Precondition",
-    "check_nccl_reshard_refit_support",
-    "check_refit_support",
-    "find_violations",
-    "refit_memory",
-]
+PLANNER_NEEDS = ("megatron.core", "megatron.bridge", "transformers", "vllm")
+PLANNER_SAYS = (
+    "sizes that Megatron or vLLM can't cut, pipeline stages, MXFP8 blocks and ignore patterns, what lies on another host, memory"
+)
+PLANNER_S = 600.0
+"""Seconds within which the planner must answer. It takes ten to thirty, most of them for imports."""
 
 
-def find_violations(config: Recipe | Mapping[str, Any], base: str | Path | None = None) -> list[Problem]:
-    """Every reason why the refit that `config` describes can't work; empty when it can.
+class Violations(msgspec.Struct, frozen=True):
+    """problems: every reason why a refit can't work. unchecked: what could not be looked at, and why; empty when all was."""
+
+    problems: list[Problem]
+    unchecked: list[str]
+
+
+class CheckedRecipe(Recipe, frozen=True, kw_only=True):
+    """A recipe that can work. unchecked: what could not be looked at where it was checked, and why; empty when all was."""
+
+    unchecked: tuple[str, ...] = ()
+
+
+def check_refit_support(config: Recipe | Mapping[str, Any], base: str | Path | None = None) -> CheckedRecipe:
+    """The recipe that `config` describes, if its refit can work.
 
     `config` is a `Recipe` or plain nested data with the same keys. `base` is the folder that a path in `model.hf_config` is
-    relative to (default: the working directory). Pure: no GPU, engine or trainer is touched.
-    """
-    recipe, problems = parse_recipe(config, None if base is None else Path(base))
-    if recipe is None:
-        return problems
-    model, problems = _model(recipe)
-    if model is None:
-        return problems
-    problems = check_trainer(recipe, model)
-    for index in range(len(recipe.engines)):
-        problems += check_engine(recipe, index, model)
-    problems += check_refit(recipe, model)
-    if not problems:
-        # Who holds what is only known of sizes that divide.
-        problems = check_reach(recipe, model.experts, model.kv_heads)
-    return list(dict.fromkeys(problems))
-
-
-def check_refit_support(config: Recipe | Mapping[str, Any], base: str | Path | None = None) -> Recipe:
-    """The recipe that `config` describes, if its refit can work. Arguments as in `find_violations`.
+    relative to (default: the working directory). No GPU, engine or trainer is touched. Where Megatron or vLLM is not installed
+    the rules by hand alone are looked at, and `unchecked` of the result says so.
 
     Raises ConfigError whose `problems` are all violations found.
     """
-    problems = find_violations(config, base)
-    if problems:
-        raise ConfigError.of(problems, f"this refit can't work: {len(problems)} violation(s)")
+    found = find_violations(config, base)
+    if found.problems:
+        summary = f"this refit can't work: {len(found.problems)} violation(s)"
+        raise ConfigError.of(found.problems, "\n".join([summary, *(f"not checked: {text}" for text in found.unchecked)]))
     recipe, _ = parse_recipe(config, None if base is None else Path(base))
     assert recipe is not None
-    return recipe
+    return CheckedRecipe(**{f: getattr(recipe, f) for f in Recipe.__struct_fields__}, unchecked=tuple(found.unchecked))
 
 
-def refit_memory(recipe: Recipe) -> list[Memory]:
-    """Bytes a trainer rank and a rank of each engine need at a refit, at least; the trainer first.
-
-    Raises ConfigError for a bad model.
-    """
-    model, problems = _model(recipe)
+def find_violations(config: Recipe | Mapping[str, Any], base: str | Path | None = None) -> Violations:
+    """Every reason why the refit that `config` describes can't work, and what could not be looked at. Arguments as above."""
+    recipe, problems = parse_recipe(config, None if base is None else Path(base))
+    if recipe is None:
+        return Violations(problems, [])
+    model, problems = model_of(recipe)
     if model is None:
-        raise ConfigError.of(problems)
-    return _refit_memory(recipe, model)
+        return Violations(problems, [])
+    problems = hand_violations(recipe, model)
+    missing = [name for name in PLANNER_NEEDS if not _installed(name)]
+    if missing:
+        return Violations(problems, [f"{PLANNER_SAYS}: {', '.join(missing)} not installed here"])
+    return Violations(list(dict.fromkeys(problems + _planned(recipe))), [])
 
 
-def _model(recipe: Recipe) -> tuple[ModelShape | None, list[Problem]]:
+def model_of(recipe: Recipe) -> tuple[ModelConfig | None, list[Problem]]:
+    """The sizes of the recipe's model, or what is wrong with them."""
     config = recipe.model.hf_config
     if isinstance(config, str):
         return None, [Problem("the configuration was not read in", where="model.hf_config", got=config, do="Use load_recipe.")]
     return read_model(config)
+
+
+def _planned(recipe: Recipe) -> list[Problem]:
+    """What the planner refuses, asked of a process of its own."""
+    command = [sys.executable, "-m", "vllm_refit_ext.tools.plan_check"]
+    try:
+        done = subprocess.run(command, input=msgspec.json.encode(recipe), capture_output=True, timeout=PLANNER_S, check=False)
+        return msgspec.json.decode(done.stdout, type=list[Problem])
+    except subprocess.TimeoutExpired:
+        raise RefitError("the planner did not answer", where=" ".join(command), wanted=f"within {PLANNER_S:g} s") from None
+    except msgspec.DecodeError:
+        said = done.stderr.decode(errors="replace").strip()[-500:]
+        raise RefitError("the planner failed", where=" ".join(command), got=f"status {done.returncode}: {said}") from None
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

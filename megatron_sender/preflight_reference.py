@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
-
-import msgspec
+from typing import Any, Literal, NamedTuple
 
 from megatron_sender.config_load import show
 from vllm_refit_ext.core.errors import ConfigError, Problem
 
 
-class Precondition(msgspec.Struct, frozen=True, kw_only=True):
+class Precondition(NamedTuple):
     """One precondition of the reference system: its number there, the setting, and what became of it here."""
 
     number: int
@@ -26,134 +24,77 @@ VLLM = f"{GENERATION}.vllm_cfg"
 MEGATRON = "policy.megatron_cfg"
 FP8_PARAM = f"{MEGATRON}.fp8_cfg.fp8_param"
 
-_LAYER_IDS = "Layer numbers come from Megatron's modules themselves, so no pipeline arithmetic is needed."
+_LAYERS = "Layer numbers come from Megatron's modules themselves."
 
-PRECONDITIONS: tuple[Precondition, ...] = (
+PRECONDITIONS = (
     Precondition(
-        number=1,
-        setting=f"{GENERATION}.colocated.enabled",
-        demands="false",
-        status="applies",
-        reason="Two NCCL ranks can't share a GPU. Colocated engines take the wire `ipc`, with the same plan.",
+        1,
+        f"{GENERATION}.colocated.enabled",
+        "false",
+        "applies",
+        "Two NCCL ranks can't share a GPU. Colocated engines take the wire `ipc`.",
+    ),
+    Precondition(2, f"{GENERATION}.backend", "vllm", "applies", "The receiver is a vLLM extension."),
+    Precondition(3, f"{GENERATION}.vllm_kwargs.enable_eplb", "false", "applies", "It moves experts after the plan is made."),
+    Precondition(
+        4, f"{GENERATION}.real_quant", "false", "applies", "It calibrates and packs at load; no plan can write that in place."
+    ),
+    Precondition(5, f"{MEGATRON}.enabled", "true", "applies", "The sender reads Megatron's shards."),
+    Precondition(6, "policy.dtensor_cfg.enabled", "false", "applies", "The sender reads Megatron's shards."),
+    Precondition(7, f"{MEGATRON}.expert_tensor_parallel_size", "1", "lifted", "It is one more cut of the source boxes."),
+    Precondition(8, f"{MEGATRON}.pipeline_model_parallel_layout", "unset", "lifted", _LAYERS),
+    Precondition(9, f"{MEGATRON}.virtual_pipeline_model_parallel_size", "unset or 1", "lifted", _LAYERS),
+    Precondition(10, f"{MEGATRON}.account_for_embedding_in_pipeline_split", "false", "lifted", _LAYERS),
+    Precondition(11, f"{MEGATRON}.account_for_loss_in_pipeline_split", "false", "lifted", _LAYERS),
+    Precondition(
+        12,
+        f"{VLLM}.precision",
+        "unset, auto, bf16, bfloat16 or fp8",
+        "applies",
+        "Another value is a format that no writer knows.",
     ),
     Precondition(
-        number=2, setting=f"{GENERATION}.backend", demands="vllm", status="applies", reason="The receiver is a vLLM extension."
+        13,
+        FP8_PARAM,
+        "false when the engine's FP8 is MXFP8 (is_mx)",
+        "applies",
+        "FP8 storage keeps values and scales apart; FP8 compute over BF16 storage is fine.",
     ),
     Precondition(
-        number=3,
-        setting=f"{GENERATION}.vllm_kwargs.enable_eplb",
-        demands="false",
-        status="applies",
-        reason="Expert load balancing moves experts after the plan is made.",
+        14,
+        f"{MEGATRON}.fp8_cfg.fp8_recipe",
+        "blockwise when fp8_param feeds an FP8 engine",
+        "tightened",
+        "No FP8 storage is read here: values and scales lie apart.",
     ),
     Precondition(
-        number=4,
-        setting=f"{GENERATION}.real_quant",
-        demands="false",
-        status="applies",
-        reason="ModelOpt's real quantisation calibrates and packs at load; no plan can write that in place.",
+        15,
+        "policy.precision",
+        "bfloat16 when the engine quantises to MXFP8",
+        "applies",
+        "A fresh engine rounds to BF16 before it quantises, so the bits would differ.",
     ),
     Precondition(
-        number=5, setting=f"{MEGATRON}.enabled", demands="true", status="applies", reason="The sender reads Megatron's shards."
+        16,
+        f"{VLLM}.is_mx",
+        "is_mx or fp8_param when precision is fp8",
+        "applies",
+        "Nothing here quantises to 128 x 128 blocks: an FP8 engine is an MXFP8 engine.",
+    ),
+    Precondition(17, FP8_PARAM, "false when the engine is not FP8", "applies", "A BF16 engine has no use for FP8 storage."),
+    Precondition(
+        18,
+        f"{VLLM}.expert_parallel_size",
+        "1 or equal to tensor_parallel_size",
+        "relaxed",
+        "Each rank gets the experts it holds; vLLM's own rule remains: 1, or a multiple of tensor_parallel_size.",
     ),
     Precondition(
-        number=6,
-        setting="policy.dtensor_cfg.enabled",
-        demands="false",
-        status="applies",
-        reason="The sender reads Megatron's shards, not DTensor's.",
-    ),
-    Precondition(
-        number=7,
-        setting=f"{MEGATRON}.expert_tensor_parallel_size",
-        demands="1",
-        status="lifted",
-        reason="Expert tensor parallelism is one more cut of the source boxes.",
-    ),
-    Precondition(
-        number=8,
-        setting=f"{MEGATRON}.pipeline_model_parallel_layout",
-        demands="unset",
-        status="lifted",
-        reason=_LAYER_IDS,
-    ),
-    Precondition(
-        number=9,
-        setting=f"{MEGATRON}.virtual_pipeline_model_parallel_size",
-        demands="unset or 1",
-        status="lifted",
-        reason=_LAYER_IDS,
-    ),
-    Precondition(
-        number=10,
-        setting=f"{MEGATRON}.account_for_embedding_in_pipeline_split",
-        demands="false",
-        status="lifted",
-        reason=_LAYER_IDS,
-    ),
-    Precondition(
-        number=11,
-        setting=f"{MEGATRON}.account_for_loss_in_pipeline_split",
-        demands="false",
-        status="lifted",
-        reason=_LAYER_IDS,
-    ),
-    Precondition(
-        number=12,
-        setting=f"{VLLM}.precision",
-        demands="unset, auto, bf16, bfloat16 or fp8",
-        status="applies",
-        reason="Another value is a format that no writer knows, or a misspelling.",
-    ),
-    Precondition(
-        number=13,
-        setting=FP8_PARAM,
-        demands="false when the engine's FP8 is MXFP8 (is_mx)",
-        status="applies",
-        reason="FP8 storage keeps values and scales apart, which no move joins; FP8 compute over BF16 storage is fine.",
-    ),
-    Precondition(
-        number=14,
-        setting=f"{MEGATRON}.fp8_cfg.fp8_recipe",
-        demands="blockwise when fp8_param feeds an FP8 engine",
-        status="tightened",
-        reason="No FP8 storage is read here, blockwise included: values and scales lie apart, which no move joins.",
-    ),
-    Precondition(
-        number=15,
-        setting="policy.precision",
-        demands="bfloat16 when the engine quantises to MXFP8",
-        status="applies",
-        reason="A fresh engine rounds to BF16 before it quantises; from FP32 or FP16 the bits would differ.",
-    ),
-    Precondition(
-        number=16,
-        setting=f"{VLLM}.is_mx",
-        demands="is_mx or fp8_param when precision is fp8",
-        status="applies",
-        reason="Nothing here quantises BF16 to 128 x 128 blocks, so an FP8 engine is an MXFP8 engine.",
-    ),
-    Precondition(
-        number=17,
-        setting=FP8_PARAM,
-        demands="false when the engine is not FP8",
-        status="applies",
-        reason="A BF16 engine has no use for FP8 storage.",
-    ),
-    Precondition(
-        number=18,
-        setting=f"{VLLM}.expert_parallel_size",
-        demands="1 or equal to tensor_parallel_size",
-        status="relaxed",
-        reason="Each rank gets the experts it holds, whatever the sizes. What remains is vLLM's own rule: 1, or a multiple of "
-        "tensor_parallel_size (the rest is data parallelism).",
-    ),
-    Precondition(
-        number=19,
-        setting=f"{VLLM}.pipeline_parallel_size",
-        demands="1",
-        status="lifted",
-        reason="Routes are recorded on each engine rank, so a stage asks for its own layers only.",
+        19,
+        f"{VLLM}.pipeline_parallel_size",
+        "1",
+        "lifted",
+        "Routes are recorded on each engine rank, so a stage asks for its own layers only.",
     ),
 )
 """All nineteen, in the reference system's order."""

@@ -1,61 +1,132 @@
-"""The planner refuses by the names of settings what Megatron, vLLM and the plan itself refuse, on one period of the layers."""
+"""Everything that is refused, by the planner and by hand: all of it in one list, under the names of the settings."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from examples.support.launch import run_ranks
-from tests.unit.test_preflight import DENSE, MOE, REFUSED, UNKNOWN, WORKS, engine, recipe
+from megatron_sender.config_load import find_recipes, load_recipe, parse_recipe
+from tests.support.preflight_cases import BY_HAND, BY_PLAN, WORKS, engine, recipe
 
 pytestmark = pytest.mark.engine
 
-ALIKE = MOE | {"mlp_only_layers": []}
+RECIPES = find_recipes(Path(__file__).resolve().parents[2] / "examples" / "recipes")
+SHIPPED = {path.stem: path for path in RECIPES if "qwen3" in path.stem}
+LARGE = {path.stem: path for path in RECIPES if path.stem not in SHIPPED}
+"""Five to ten seconds each, quiet: ranks of TP16 and more with hundreds of experts."""
+STAGES: list[tuple[dict[str, Any], int, list[list[int]]]] = [
+    ({"pp": 2}, 4, [[0, 1], [2, 3]]),
+    ({"pp": 2, "vpp": 2}, 8, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    ({"pp": 3, "first_stage_layers": 1, "last_stage_layers": 2}, 5, [[0], [1, 2], [3, 4]]),
+    ({"pp": 2, "embedding_counts_as_layer": True}, 5, [[0, 1], [2, 3, 4]]),
+    ({"pp": 2, "vpp": 2, "embedding_counts_as_layer": True, "loss_counts_as_layer": True}, 6, [[0, 3, 4], [1, 2, 5]]),
+    ({"pp": 2, "pipeline_layout": "Et|tt|t|mL"}, 4, [[0, 3], [1, 2]]),
+    ({"pp": 2, "pipeline_layout": [["embedding", "decoder"], ["decoder", "loss"]]}, 2, [[0], [1]]),
+]
+CASES = {**{name: (config, []) for name, config in WORKS.items()}, **BY_HAND, **BY_PLAN}
 
 
-def alike(config: dict[str, Any]) -> dict[str, Any]:
-    """The recipe without dense layers among its layers with experts: Megatron-Bridge builds experts in every one."""
-    model = config["model"] | {"hf_config": config["model"]["hf_config"] | {"mlp_only_layers": []}}
-    return config | {"model": model}
-
-
-SAME = ("trainer heads", "trainer experts", "trainer expert ffn", "engine heads", "engine experts")
-"""Cases of the preflight's own rules that the planner finds too, under the same name."""
-CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "moe": (alike(WORKS["engines of different tp"]), []),
-    "kv heads repeated": (alike(WORKS["kv heads repeated on both sides"]), []),
-    "dense pipeline": (WORKS["dense"], []),
-    "no family that is known": (recipe(UNKNOWN), ["model.hf_config"]),
-    "both sides at once": (
-        recipe(ALIKE | {"moe_intermediate_size": 130, "num_experts": 12}, parallelism={"etp": 4, "ep": 8}, engines=engine(tp=4)),
-        ["trainer.parallelism.ep", "trainer.parallelism.etp", "engines[0].tp"],
-    ),
-    "engines of one shape": (recipe(DENSE, engines=[{"tp": 16}, {}, {"tp": 16}]), ["engines[0].tp", "engines[2].tp"]),
-    "a dense layer that the trainer builds with experts": (recipe(engines=[{}, {"tp": 2}]), ["model.hf_config"]),
-    **{name: (alike(REFUSED[name][0]), REFUSED[name][1]) for name in SAME},
-}
-
-
-def planned() -> dict[str, list[str]]:
-    """Name of the case -> settings that the planner refuses, all in one process."""
-    from megatron_sender.config_load import parse_recipe
-    from vllm_refit_ext.tools.plan_check import planned_violations
+def every() -> dict[str, list[str]]:
+    """Name of the case or recipe -> what is refused, all in one process."""
+    from vllm_refit_ext.tools.plan_check import violations
 
     found = {}
     for name, (config, _) in CASES.items():
         parsed, problems = parse_recipe(config)
         assert parsed is not None, problems
-        found[name] = [f"{p.where}: {p.what} {p.got}" for p in planned_violations(parsed)]
-    return found
+        found[name] = [str(p) for p in violations(parsed)]
+    for name, path in SHIPPED.items():
+        whole = load_recipe(path)
+        found[name] = [str(p) for p in violations(whole)]
+        if whole.refit.placement == "colocated" and "30b" in name:
+            for wire, mode in (("ipc", "direct"), ("shm", None)):
+                refit = msgspec.structs.replace(whole.refit, wire=wire, mode=mode)
+                found[f"{name} {wire}"] = [str(p) for p in violations(msgspec.structs.replace(whole, refit=refit))]
+    return found | {"30b": memory(), "stages": stages()}
+
+
+def stages() -> list[str]:
+    """The layers of each rank of STAGES."""
+    from megatron_sender.config import Parallelism
+    from megatron_sender.stages import stage_layers
+
+    return [str(stage_layers(Parallelism(**p), layers, 1)) for p, layers, _ in STAGES]
+
+
+def memory() -> list[str]:
+    """What Qwen3-30B-A3B takes, of a GPU that has one megabyte."""
+    from vllm_refit_ext.tools.plan_check import violations
+
+    whole = load_recipe(SHIPPED["qwen3-30b-a3b-mxfp8-async"])
+    hardware = msgspec.structs.replace(whole.hardware, gpu_memory_bytes=1 << 20)
+    return [p.got for p in violations(msgspec.structs.replace(whole, hardware=hardware))]
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    return dict(run_ranks(planned, 1, timeout=500, init_process_group=False)[0])
+    return dict(run_ranks(every, 1, timeout=280, init_process_group=False)[0])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_planner_names_the_setting(found: dict[str, list[str]], name: str) -> None:
-    where = [line.partition(":")[0] for line in found[name]]
-    assert list(dict.fromkeys(where)) == CASES[name][1], found[name]
+def test_each_violation_is_under_the_name_of_its_setting(found: dict[str, list[str]], name: str) -> None:
+    assert list(dict.fromkeys(line.partition(": ")[0] for line in found[name])) == CASES[name][1], found[name]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_work(found: dict[str, list[str]], name: str) -> None:
+    assert found[name] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LARGE)
+def test_large_shipped_recipes_work(name: str) -> None:
+    assert run_ranks(one, 1, str(LARGE[name]), timeout=280, init_process_group=False)[0] == []
+
+
+def one(path: str) -> list[str]:
+    """What is refused of a shipped recipe."""
+    from vllm_refit_ext.tools.plan_check import violations
+
+    return [str(p) for p in violations(load_recipe(path))]
+
+
+def test_over_hosts_a_shipped_recipe_needs_the_wire_that_relays(found: dict[str, list[str]]) -> None:
+    refused = {
+        name: [line.partition(": ")[0] for line in lines]
+        for name, lines in found.items()
+        if name.startswith("qwen3") and name.endswith((" ipc", " shm"))
+    }
+    assert refused == {
+        "qwen3-30b-a3b-mxfp8-colocated ipc": ["refit.mode"],
+        "qwen3-30b-a3b-mxfp8-colocated shm": ["refit.wire"],
+        "qwen3-30b-a3b-mxfp8-colocated-h200 ipc": [],
+        "qwen3-30b-a3b-mxfp8-colocated-h200 shm": [],
+    }
+
+
+def test_stages_are_megatrons(found: dict[str, list[str]]) -> None:
+    assert found["stages"] == [str(held) for _, _, held in STAGES]
+
+
+def test_memory_of_30b_is_the_arithmetic(found: dict[str, list[str]]) -> None:
+    trainer, held = (int(re.findall(r"\d+", text)[which]) for text, which in zip(found["30b"], (0, -1), strict=True))
+    experts = 48 * 128 * 3 * 768 * 2048
+    attention = 48 * (2048 * 4096 * 2 + 2048 * 512 * 2)
+    router, ends, norms = 48 * 128 * 2048, 2 * 151936 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048
+    rest = attention + router + ends + norms
+    bucket = load_recipe(SHIPPED["qwen3-30b-a3b-mxfp8-async"]).refit.bucket_bytes
+    assert trainer == 2 * (experts // 8 + rest) + 2 * bucket
+    assert held == experts * 33 // 32 + 2 * rest
+
+
+def test_the_entry_asks_the_planner_in_a_process_of_its_own() -> None:
+    from megatron_sender.preflight import find_violations
+
+    found = find_violations(recipe(engines=engine(tp=16), refit={"mode": "direct"}))
+    assert [p.where for p in found.problems] == ["refit.mode", "engines[0].tp"]
+    assert found.unchecked == []

@@ -17,7 +17,7 @@ from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import Status, VerifyReply
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Edge, Plan, build_plan
-from vllm_refit_ext.tools import cli, plan_command, verify_command
+from vllm_refit_ext.tools import cli, plan_command, plan_quantised, verify_command
 from vllm_refit_ext.tools.plan_report import Tally, grouped, spread, tables
 from vllm_refit_ext.tools.plan_traffic import Traffic, direct, forwarded, hosts_of, relayed, size
 
@@ -230,7 +230,8 @@ def test_engines_planned_together_add_up_to_engines_planned_apart(monkeypatch):
     routes = types.SimpleNamespace(
         placements=Placements.from_rows(*target), computed={"computed": "negated"}, dropped={"dropped": "passed over"}
     )
-    monkeypatch.setattr(plan_command, "_routes", lambda *arguments: [routes])
+    monkeypatch.setattr(plan_command, "engine_routes_of", lambda *arguments: [routes])
+    monkeypatch.setattr(plan_quantised, "quantised", lambda *arguments: lambda name: False)
     sources = Placements.from_rows(halves, rows)
     together = plan_command.report(recipe, manifest, sources)
     monkeypatch.setattr(plan_command, "ROWS_AT_ONCE", 1)

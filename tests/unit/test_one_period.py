@@ -1,14 +1,15 @@
 """A recipe cut to one period of its layers keeps every kind of layer and every cut."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from megatron_sender.config_load import find_recipes, load_recipe
-from megatron_sender.one_period import one_period, period
-from tests.unit.test_recipes_models import MODELS
-from tools.recipe_pages import ROOT
+from megatron_sender.one_period import Layers, one_period, period
 
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = sorted((ROOT / "examples" / "recipes" / "models").glob("*.json"))
 CASES = {
     "equal layers": ({"num_hidden_layers": 48}, 1),
     "one dense layer first": ({"num_hidden_layers": 61, "first_k_dense_replace": 3, "moe_layer_freq": 1}, 4),
@@ -46,3 +47,17 @@ def test_the_cuts_stay(path):
     assert config == {**recipe.model.hf_config, **config}
     if "hybrid_override_pattern" in config:
         assert len(config["hybrid_override_pattern"]) == config["num_hidden_layers"]
+
+
+def test_names_of_the_period_stand_for_names_of_the_model():
+    layers = Layers({"num_hidden_layers": 6, "first_k_dense_replace": 1})
+    assert layers.period == 2
+    assert layers.full_names("model.layers.0.mlp") == ["model.layers.0.mlp"]
+    assert layers.full_names("model.layers.1.mlp") == [f"model.layers.{i}.mlp" for i in range(1, 6)]
+    assert layers.full_names("model.layers.2.mlp") == ["model.layers.6.mlp"], "a prediction layer comes after all others"
+    assert layers.full_names("mtp.layers.0.mixer") == ["mtp.layers.0.mixer"]
+    assert layers.full_names("lm_head") == ["lm_head"]
+    assert [layers.predicts(f"model.layers.{i}.mlp") for i in range(3)] == [False, False, True]
+    assert layers.copies("chunk0.decoder.layers.1.mlp.linear_fc1.weight") == 5
+    letters = Layers({"num_hidden_layers": 4, "hybrid_override_pattern": "MEME"})
+    assert letters.full_names("backbone.layers.0.norm") == ["backbone.layers.0.norm", "backbone.layers.2.norm"]

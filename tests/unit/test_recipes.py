@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from megatron_sender.config import Engine, Recipe
-from megatron_sender.config_load import find_recipes, load_recipe
-from megatron_sender.preflight import check_refit_support, find_violations, refit_memory
-from tools.recipe_pages import ROOT, preflight_page, recipes_page
+from megatron_sender.config_load import find_recipes, load_recipe, parse_recipe
+from megatron_sender.preflight import model_of
+from megatron_sender.preflight_rules import hand_violations
 from vllm_refit_ext.core.errors import ConfigError
 from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.plan import Edge
 from vllm_refit_ext.core.relays import choose_relays
 
-FOLDER = ROOT / "examples" / "recipes"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 FILES = find_recipes(FOLDER)
 RECIPES = {file.stem: load_recipe(file) for file in FILES}
 
@@ -33,16 +33,15 @@ def is_mxfp8(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_passes_the_preflight(name):
+def test_recipe_passes_the_rules_by_hand(name):
+    """The planner's part of the preflight is asked in tests/engine/test_plan_check."""
     recipe = RECIPES[name]
-    assert check_refit_support(recipe) == recipe
+    model, problems = model_of(recipe)
+    assert problems == []
+    assert hand_violations(recipe, model) == []
     assert recipe.name == name
     assert recipe.summary
-
-
-def test_recipe_passes_as_plain_data():
-    plain = msgspec.to_builtins(RECIPES["deepseek-v3-mxfp8-async"])
-    assert check_refit_support(plain) == RECIPES["deepseek-v3-mxfp8-async"]
+    assert parse_recipe(msgspec.to_builtins(recipe)) == (recipe, [])
 
 
 def test_every_file_in_the_folder_is_a_recipe_or_used_by_one():
@@ -111,12 +110,6 @@ def test_recipes_are_found_under_both_endings(tmp_path):
     assert [path.name for path in find_recipes(tmp_path)] == ["a.yaml", "b.yml"]
 
 
-def test_direct_hand_over_of_a_trainer_that_spans_hosts_is_refused():
-    recipe = RECIPES["qwen3-30b-a3b-mxfp8-colocated"]
-    direct = msgspec.structs.replace(recipe, refit=msgspec.structs.replace(recipe.refit, mode="direct"))
-    assert [problem.where for problem in find_violations(direct)] == ["refit.mode"]
-
-
 COLOCATED = [name for name, r in RECIPES.items() if r.refit.placement == "colocated"]
 
 
@@ -133,21 +126,3 @@ def test_colocated_recipes_reach_every_engine_as_the_wire_does(name):
     over_hosts = trainers > per_host
     assert bool(relays) == over_hosts
     assert (recipe.refit.effective_mode() == "staged") == over_hosts
-    for wire, mode, where in (("ipc", "direct", "refit.mode"), ("shm", None, "refit.wire")):
-        other = msgspec.structs.replace(recipe, refit=msgspec.structs.replace(recipe.refit, wire=wire, mode=mode))
-        assert [p.where for p in find_violations(other)] == ([where] if over_hosts else [])
-
-
-def test_memory_of_30b_is_the_arithmetic():
-    trainer, engine = refit_memory(RECIPES["qwen3-30b-a3b-mxfp8-async"])
-    experts = 48 * 128 * 3 * 768 * 2048
-    attention = 48 * (2048 * 4096 * 2 + 2048 * 512 * 2)
-    router, ends = 48 * 128 * 2048, 2 * 151936 * 2048
-    assert trainer.weights == 2 * (experts // 8 + attention + router + ends)
-    assert engine.weights == experts + experts // 32 + 2 * (attention + router + ends)
-    assert trainer.staging == engine.staging == 2 * RECIPES["qwen3-30b-a3b-mxfp8-async"].refit.bucket_bytes
-
-
-def test_pages_are_current():
-    assert (ROOT / "docs" / "recipes.md").read_text() == recipes_page(FOLDER), "run python -m tools.recipe_pages"
-    assert (ROOT / "docs" / "preflight.md").read_text() == preflight_page(), "run python -m tools.recipe_pages"

@@ -9,9 +9,9 @@ import yaml
 
 from megatron_sender.config import Recipe
 from megatron_sender.config_load import check_shape, find_recipes, load_recipe, parse_recipe
-from tools.recipe_pages import ROOT
 from vllm_refit_ext.core.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 GOOD = {
     "name": "tiny",
     "model": {

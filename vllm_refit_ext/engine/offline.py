@@ -35,17 +35,18 @@ def engine_routes(
     tp: int = 1,
     ep: bool = False,
     pp: int = 1,
+    dp: int = 1,
     rank: int = 0,
     dtype: str = "bfloat16",
 ) -> Routes:
     """The routes of one worker of an engine that does not exist yet.
 
     `hf_config` is a transformers config, a dict, or the path of a folder with a `config.json`; it must name its
-    `architectures`. `manifest_entries` maps HF name -> (shape, dtype name). The engine has `pp * tp` ranks, expert
-    parallelism over the `tp` ranks of a stage when `ep`, and holds its weights in `dtype`. Raises ConfigError for a rank
-    outside the engine, RouteError as `record_routes` does.
+    `architectures`. `manifest_entries` maps HF name -> (shape, dtype name). The engine has `dp * pp * tp` ranks, the last
+    the fastest, expert parallelism over the `dp * tp` ranks of a stage when `ep`, and holds its weights in `dtype`. Raises
+    ConfigError for a rank outside the engine, RouteError as `record_routes` does.
     """
-    with engine_config(hf_config, tp=tp, ep=ep, pp=pp, dtype=dtype) as config, as_worker(config, rank):
+    with engine_config(hf_config, tp=tp, ep=ep, pp=pp, dtype=dtype) as config, as_worker(config, rank, dp):
         return record_routes(build_on_meta(config), manifest_entries, rank=rank, vllm_config=config)
 
 
@@ -97,8 +98,9 @@ def import_model(folder: str | Path) -> None:
 
 
 @contextmanager
-def as_worker(vllm_config: Any, rank: int) -> Iterator[None]:
-    """Within the context, vLLM takes this process for worker `rank` of the engine that `vllm_config` describes.
+def as_worker(vllm_config: Any, rank: int, dp: int = 1) -> Iterator[None]:
+    """Within the context, vLLM takes this process for worker `rank` of the engine that `vllm_config` describes, of which `dp`
+    data parallel copies run. Experts are shared by all copies.
 
     The groups answer for sizes and ranks; a collective on one fails. Groups that existed before are put back.
     """
@@ -106,14 +108,18 @@ def as_worker(vllm_config: Any, rank: int) -> Iterator[None]:
 
     parallel = vllm_config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if not 0 <= rank < tp * pp:
-        raise ConfigError("no such rank in this engine", got=rank, wanted=f"0..{tp * pp - 1} (tp {tp} x pp {pp})")
-    stage, place = divmod(rank, tp)
-    row = [stage * tp + i for i in range(tp)]
-    members = {"_WORLD": list(range(tp * pp)), "_TP": row, "_EP": row, "_EPLB": row, "_ETP": [rank]}
-    members["_PP"] = [i * tp + place for i in range(pp)]
-    names = [n for n in ("_DP", "_DCP", "_PCP", "_INNER_DP_WORLD") if hasattr(parallel_state, n)]
-    members |= {name: [rank] for name in names}
+    size = tp * pp
+    if not 0 <= rank < size * dp:
+        raise ConfigError("no such rank in this engine", got=rank, wanted=f"0..{size * dp - 1} (dp {dp} x pp {pp} x tp {tp})")
+    copy, within = divmod(rank, size)
+    stage, place = divmod(within, tp)
+    row = [rank - place + i for i in range(tp)]
+    experts = [c * size + stage * tp + i for c in range(dp) for i in range(tp)]
+    members = {"_TP": row, "_EP": experts, "_EPLB": experts, "_ETP": [rank]}
+    members["_WORLD"] = list(range(copy * size, (copy + 1) * size))
+    members["_PP"] = [copy * size + i * tp + place for i in range(pp)]
+    members["_DP"] = [c * size + within for c in range(dp)]
+    members |= {name: [rank] for name in ("_DCP", "_PCP", "_INNER_DP_WORLD") if hasattr(parallel_state, name)}
     saved = {name: getattr(parallel_state, name) for name in members if hasattr(parallel_state, name)}
     try:
         for name in saved:

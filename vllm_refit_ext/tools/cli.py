@@ -60,9 +60,10 @@ def plan(
         List every edge in the tables too.
     """
     if check:
-        from vllm_refit_ext.tools.plan_check import check_recipe
+        from megatron_sender.config_load import load_recipe
+        from vllm_refit_ext.tools.plan_check import violations
 
-        problems = check_recipe(recipe)
+        problems = violations(load_recipe(recipe))
         if json:
             _print_json(problems)
         else:

@@ -34,9 +34,11 @@ def plan_recipe(path: Path) -> PlanReport:
     """
     from megatron_sender.config_load import load_recipe
     from megatron_sender.offline import trainer_placements
-    from megatron_sender.preflight import check_refit_support
+    from vllm_refit_ext.tools.plan_check import violations
 
-    recipe = check_refit_support(load_recipe(path))
+    recipe = load_recipe(path)
+    if problems := violations(recipe):
+        raise ConfigError.of(problems, f"this refit can't work: {len(problems)} violation(s)")
     with hushed():
         offered = trainer_placements(recipe)
         return report(recipe, offered.manifest, offered.sources)
@@ -54,31 +56,24 @@ def hushed() -> Iterator[None]:
 def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanReport:
     """The report for trainer ranks that hold `sources`."""
     from megatron_sender.config_sender import wire_name
+    from vllm_refit_ext.tools.plan_quantised import quantised
 
-    sizes = [e.tp * e.pp for e in recipe.engines for _ in range(e.count * e.dp)]
-    tally = Tally(recipe.trainer.world_size, sum(sizes))
-    h, place, wire = recipe.hardware, _gpus(recipe, sum(sizes)), wire_name(recipe.refit)
+    ranks = sum(e.count * e.dp * e.tp * e.pp for e in recipe.engines)
+    tally = Tally(recipe.trainer.world_size, ranks)
+    h, place, wire = recipe.hardware, _gpus(recipe, ranks), wire_name(recipe.refit)
     hosts = hosts_of(place, h.gpus_per_host)
     away = distances(hosts.trainers, dict(enumerate(hosts.engines)))
     parts: list[Traffic] = []
     first, read = 0, set[str]()
     dropped: dict[str, str] = {}
-    for index, engine in enumerate(recipe.engines):
-        if engine.dp > 1 and engine.ep > 1:
-            do = "plan it on the running engine, whose own ranks record"
-            raise ConfigError(
-                "expert parallelism over data parallel ranks can't be planned offline",
-                where=f"engines[{index}].dp",
-                got=engine.dp,
-                do=do,
-            )
-        routes = _routes(recipe, engine, manifest)
+    for engine in recipe.engines:
+        routes = engine_routes_of(recipe, engine, manifest)
         computed = {name: why for r in routes for name, why in r.computed.items()}
-        held = _quantised(recipe, engine)
-        tables = [_targets(r, manifest) for r in routes]
+        held = quantised(recipe, engine, routes)
+        tables = [targets_of(r, manifest) for r in routes]
         path_of = functools.partial(_path, computed=computed, held=held, recipe=recipe, engine=engine)
         coded = held if recipe.refit.prequantize else _nothing
-        left, together = engine.count * engine.dp, max(1, ROWS_AT_ONCE // max(1, sum(map(len, tables))))
+        left, together = engine.count, max(1, ROWS_AT_ONCE // max(1, sum(map(len, tables))))
         together = -(-together // (whole := max(1, h.gpus_per_host // len(tables)))) * whole  # hosts are planned whole
         while left:
             now = min(left, together)
@@ -114,48 +109,25 @@ def _gpus(recipe: Recipe, engines: int) -> tuple[Sequence[int], Sequence[int]]:
     return range(trainers), range(behind, behind + engines)
 
 
-def _routes(recipe: Recipe, engine: Engine, manifest: Manifest) -> list[Routes]:
+def engine_routes_of(recipe: Recipe, engine: Engine, manifest: Manifest) -> list[Routes]:
     """Routes of each rank of one engine; engines of one shape share them."""
     from vllm_refit_ext.engine.offline import engine_routes
 
+    e, config = engine, recipe.model.hf_config
     entries = {name: (spec.shape, spec.dtype) for name, spec in manifest.tensors.items()}
     return [
-        engine_routes(
-            recipe.model.hf_config, entries, tp=engine.tp, ep=engine.ep > 1, pp=engine.pp, rank=rank, dtype=engine.dtype
-        )
-        for rank in range(engine.tp * engine.pp)
+        engine_routes(config, entries, tp=e.tp, ep=e.ep > 1, pp=e.pp, dp=e.dp, rank=rank, dtype=e.dtype)
+        for rank in range(e.tp * e.pp * e.dp)
     ]
 
 
-def engine_targets(recipe: Recipe, engine: Engine, manifest: Manifest) -> list[Placements]:
-    """What each rank of one engine needs."""
-    return [_targets(routes, manifest).as_rank(rank) for rank, routes in enumerate(_routes(recipe, engine, manifest))]
-
-
-def _targets(routes: Routes, manifest: Manifest) -> Placements:
+def targets_of(routes: Routes, manifest: Manifest) -> Placements:
     """A rank's boxes; what its loader computes is needed whole."""
     names = [name for name in routes.computed if name in manifest.tensors]
     if not names:
         return routes.placements
     whole = whole_tensors(Manifest({name: manifest.tensors[name] for name in names}))
     return concatenate([routes.placements, whole])
-
-
-def _quantised(recipe: Recipe, engine: Engine) -> Callable[[str], bool]:
-    """name -> whether the engine holds it as MXFP8."""
-    from megatron_sender.preflight_engine import quantized
-    from megatron_sender.preflight_model import read_model
-
-    shape, _ = read_model(recipe.model.hf_config)  # type: ignore[arg-type]
-    matrices = quantized(engine, shape) if shape is not None else []
-    modules = {m.module for m in matrices} | {m.name for m in matrices}
-
-    def held(name: str) -> bool:
-        module = name.removesuffix(".weight")
-        experts = module.partition(".experts.")
-        return module in modules or bool(experts[1] and f"{experts[0]}.experts" in modules)
-
-    return held
 
 
 def _path(name: str, computed: dict[str, str], held: Callable[[str], bool], recipe: Recipe, engine: Engine) -> tuple[str, str]:
