@@ -29,13 +29,13 @@ def modules_of(recipe: Recipe, engine: Engine, rank: int = 0) -> WorkerModules:
 
 
 def quantised_paths(engine: Engine, modules: WorkerModules, layers: Layers | None = None) -> dict[str, float]:
-    """Path of each module that vLLM quantises -> the share of the layers which it stands for in which it does."""
+    """Path of each module that vLLM quantises -> the fraction in which it does, of the layers that the module stands for."""
     if engine.quantization is None:
         return {}
     full = {m.name: layers.full_names(m.name) if layers else [m.name] for m in modules.modules}
     ignored = modules.ignored(engine.quantization.ignore, [name for names in full.values() for name in names])
-    shares = {m.path: [ignored[name] is False for name in full[m.name]] for m in modules.modules}
-    return {path: sum(share) / len(share) for path, share in shares.items() if any(share)}
+    fractions = {m.path: [ignored[name] is False for name in full[m.name]] for m in modules.modules}
+    return {path: sum(each) / len(each) for path, each in fractions.items() if any(each)}
 
 
 def quantised_names(routes: Routes, paths: dict[str, float]) -> set[str]:
