@@ -123,6 +123,7 @@ def measure(wire: str, chunks: list[Any], bridge: Any, engine: Engine | None, se
     )  # type: ignore[arg-type]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    held = engine.wait().call("probe_peak", (True,), 300) if engine is not None else []
     compared = 0
     begin = time.perf_counter()
     sender = MegatronSender(chunks, bridge, engine.wait() if engine is not None else None, config)
@@ -139,6 +140,9 @@ def measure(wire: str, chunks: list[Any], bridge: Any, engine: Engine | None, se
             dist.barrier()
             reports.append(sender.refit(f"{wire} {step}"))
         peak = torch.cuda.max_memory_allocated() - before
+        peaks = engine.wait().call("probe_peak", (), 300) if engine is not None else []
+        stated = sender.extra_bytes
+        replies = [r for e in sender.prepared.engines for r in e.replies] if sender.prepared is not None else []
         verified = []
         for _ in range(2 if settings.verify else 0):
             begin = time.perf_counter()
@@ -160,7 +164,11 @@ def measure(wire: str, chunks: list[Any], bridge: Any, engine: Engine | None, se
         "totals_s": [r.seconds["total"] for r in measured],
         "engine_ranks_s": ranks,
         "bytes": measured[-1].nbytes,
-        "trainer_extra_bytes": peak,
+        "trainer_bytes": {"stated": stated["quantised"] + stated["staging"], "measured": peak},
+        "engine_rank_bytes": [
+            {"stated": reply.extra_bytes, "measured": after - first}
+            for reply, first, after in zip(replies, held, peaks, strict=True)
+        ],
         "writers": [[(u.writer, u.moves, u.launches) for u in e] for e in measured[-1].engines],
         "verify_s": verified,
         "verified": compared,

@@ -41,6 +41,13 @@ class ProbeExtension(RefitWorkerExtension):
             "free": torch.cuda.mem_get_info()[0],
         }
 
+    def probe_peak(self, reset: bool = False) -> int:
+        """Most bytes that torch held since the last reset."""
+        torch.cuda.synchronize()
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+
     def probe_update(self, info: Any, repeats: int = 1) -> list[Any]:
         """Run an update `repeats` times inside the worker; seconds of each by phase, without the way there."""
         import time

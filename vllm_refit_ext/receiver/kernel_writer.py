@@ -107,6 +107,11 @@ class KernelWriter:
         for table in self._launched:
             check_finite(table)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table on the device, 0 before there is one."""
+        return self._table.nbytes if self._table is not None else 0
+
     def compile(self) -> None:
         """On a GPU: make the table and compile its kernels, so that the first write need not. A refit whose sources do not lie on
         whole 16 bytes makes another table."""

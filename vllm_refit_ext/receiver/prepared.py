@@ -140,7 +140,7 @@ def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, re
         ReloadWriter(plan, reload, view.device),
         targets.signature(view),
         derived,
-        reloading.most + derived.extra_bytes,
+        reloading.most + derived.extra_bytes + (writer.nbytes if isinstance(writer, KernelWriter) else 0),
         reloading.certain,
     )
     reply = PrepareReply(

@@ -82,6 +82,14 @@ class Offered:
         """Offer codes and scales in place of these tensors."""
         self._prequantised = Prequantised(self.specs, self.placements, self.source.tensors, names)
         self.specs, self.placements = self._prequantised.specs, self._prequantised.placements
+        addresses = self._look(self.source.tensors)
+        if addresses is not None and all(addresses):  # else the refit that finds them in place makes the table
+            self._prequantised.bind(self.source.tensors, addresses)
+
+    @property
+    def quantised_bytes(self) -> int:
+        """Memory of codes, scales and what quantises into them."""
+        return self._prequantised.nbytes if self._prequantised is not None else 0
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -95,10 +103,11 @@ class Offered:
 
     def current(self, seconds: dict[str, float]) -> Sequence[torch.Tensor]:
         """What the trainer holds now, in the order of the buffers of `placements`: contiguous, of their shapes and dtypes. Adds
-        the time of quantising to `seconds`.
+        the time of looking and of quantising to `seconds`.
 
         Raises WireError naming every tensor that no longer fits.
         """
+        begin = time.perf_counter()
         self.source.refresh()
         live = self.source.tensors
         addresses = getattr(self.source, "addresses", None) or self._look(live)
@@ -106,6 +115,7 @@ class Offered:
             problems = misfits(live, self.placements.buffers[: len(live)]) or [Problem("a tensor has no memory", "the source")]
             raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not what the plan was made for")
         self.addresses = addresses
+        seconds["look"] = time.perf_counter() - begin
         if self._prequantised is None:
             return live
         begin = time.perf_counter()

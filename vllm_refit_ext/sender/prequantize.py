@@ -73,15 +73,24 @@ class Prequantised:
         ]
         pairs = zip(self._codes, self._scales, strict=True)
         self._made = [t for codes, scales in pairs for t in (codes.view(torch.float8_e4m3fn), scales)]
-        self._seen: list[int] | None = None
+        self._seen: Sequence[int] | None = None
         self.tensors = [*tensors, *self._made]
         self.addresses: list[int] = []
         """Of `tensors`, as the last `fill` found them; the same list while nothing has moved."""
 
     @property
     def nbytes(self) -> int:
-        """Memory of codes and scales."""
-        return sum(t.nbytes for t in (*self._codes, *self._scales))
+        """Memory of codes, scales and the table that quantises into them."""
+        table = self._table.nbytes if self._table is not None else 0
+        return table + sum(t.nbytes for t in (*self._codes, *self._scales))
+
+    def bind(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+        """Make ready to quantise from these addresses of `tensors`. Nothing is done while they are as before."""
+        if addresses is not self._seen and addresses != self._seen:
+            self._make_table(tensors)
+            self.tensors = [*tensors, *self._made]
+            self.addresses = [*addresses, *(t.data_ptr() for t in self._made)]
+        self._seen = addresses
 
     def fill(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Quantise what `tensors` hold now, in one launch a dtype. addresses: theirs, where the caller has looked. Returns
@@ -90,18 +99,13 @@ class Prequantised:
         Nothing is done for each tensor while none has moved. Raises LayoutError that names tensors with NaN or Inf. Waits for the
         device.
         """
-        now = addresses if addresses is not None else [t.data_ptr() for t in tensors]
-        if now is not self._seen and now != self._seen:
-            self._bind(tensors)
-            self.tensors = [*tensors, *self._made]
-            self.addresses = [*now, *(t.data_ptr() for t in self._made)]
-        self._seen = now if isinstance(now, list) else list(now)
+        self.bind(tensors, addresses if addresses is not None else [t.data_ptr() for t in tensors])
         if self._table is not None:
             self._table.launch()
             check_finite(self._table)
         return self.tensors
 
-    def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _make_table(self, tensors: Sequence[torch.Tensor]) -> None:
         sources = [tensors[i].detach() for i in self._used]
         if not sources:
             return
@@ -113,6 +117,7 @@ class Prequantised:
             for i, (s, name) in enumerate(zip(sources, self._names, strict=True))
         ]
         self._table = bound(moves, sources[0].device, buffers, self._table)
+        self._table.compile()
 
 
 def _problems_of(name: str, spec: TensorSpec) -> list[Problem]:

@@ -42,10 +42,11 @@ from vllm_refit_ext.wires import Sender, wire
 class RefitReport(msgspec.Struct, frozen=True):
     """One refit as every trainer rank sees it.
 
-    seconds: `quantise`, `publish` (this rank's part of the wire), `transfer` (wire `collective`: until its last byte was taken),
-    `update` (from the calls to the engines' commits), `total`. nbytes: what was sent to all engine ranks. engines: the reports
-    of all engine ranks, by engine. sent: payload bytes that this rank itself sent, by engine rank (wire `collective`); where
-    engine ranks of a host hand boxes to each other, `nbytes` counts every copy and `sent` the one.
+    seconds: `look` (at the tensors, with what the source gathers late), `quantise`, `publish` (this rank's part of the wire),
+    `transfer` (wire `collective`: until its last byte was taken), `update` (from the calls to the engines' commits), `total`.
+    nbytes: what was sent to all engine ranks. engines: the reports of all engine ranks, by engine. sent: payload bytes that this
+    rank itself sent, by engine rank (wire `collective`); where engine ranks of a host hand boxes to each other, `nbytes` counts
+    every copy and `sent` the one.
     """
 
     version: str
@@ -356,6 +357,14 @@ class RefitSender:
         """Bytes beside the weights that a publication takes on this rank, by way to retain. Raises SessionError before
         `prepare`."""
         return self._publisher.memory(self._ready("retained_bytes"))
+
+    @property
+    def extra_bytes(self) -> dict[str, int]:
+        """Bytes beside the weights that refits take on this rank, from `prepare` on: `quantised` (codes and scales) and `staging`
+        (of the wire) where the weights are, `copied` in shared memory. Raises SessionError before `prepare`."""
+        prepared = self._ready("extra_bytes")
+        half = prepared.half
+        return {"quantised": prepared.offered.quantised_bytes, "staging": half.staging_bytes, "copied": half.copied}
 
     # -- verify and close ----------------------------------------------------------------------------------------------------
 

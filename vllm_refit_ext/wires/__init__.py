@@ -41,14 +41,15 @@ GPU and 1.4 ms over NVLink, long against what a message costs beside its bytes (
 class Sender(abc.ABC):
     """A trainer rank's half. resident: engines may keep this memory mapped between refits. sends: whether `transfer` has anything
     to do, so that all trainer ranks work while the engines' calls run. copied: bytes that `begin` copies, so that the weights may
-    change behind it; 0 where engines read the weights themselves. only: numbers of the buffers that the next `begin` has to make
-    readable, for a partial refit; None for all. addresses: of the tensors that the next `begin` is given, which are contiguous,
-    where the caller has looked at them already.
+    change behind it; 0 where engines read the weights themselves. staging_bytes: memory beside the weights on their device. only:
+    numbers of the buffers that the next `begin` has to make readable, for a partial refit; None for all. addresses: of the
+    tensors that the next `begin` is given, which are contiguous, where the caller has looked at them already.
     """
 
     resident = False
     sends = False
     copied = 0
+    staging_bytes = 0
     only: Collection[int] | None = None
     addresses: list[int] | None = None
 

@@ -85,6 +85,7 @@ class CollectiveSender(Sender):
         self._link = Link(rank, rank_names(table.trainers, table.engines), backend)
         self._packer = Packer(Outgoing.read(table.pieces), table.trainers, table.bucket_bytes)
         self._link.peers = self._packer.peers
+        self.staging_bytes = self._packer.staging_bytes
         # Rank 0 alone serves the store, and keeps its port from now on.
         self._server = StoreServer(open_store()) if rank == 0 else None
         if self._server is not None:
