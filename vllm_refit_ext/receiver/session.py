@@ -268,8 +268,12 @@ class Receiver:
             self._wrote = True
             self._moved.update(reload.plan.by_source)
         with torch.no_grad():
-            writers = [w for plan in reader.steps if len((w := prepared.in_place_writer(plan)).plan)]
-            for writer in writers:
+            writers = []
+            for plan in reader.steps:
+                writer = prepared.in_place_writer(plan)
+                if not len(writer.plan):
+                    continue
+                writers.append(writer)
                 reader.fetch(writer.plan)
                 self._wrote = True
                 writer.write(reader)

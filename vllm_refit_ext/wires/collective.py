@@ -43,7 +43,7 @@ from vllm_refit_ext.wires.staging import rounds
 
 class _SendTable(msgspec.Struct):
     """What a trainer rank must know: the sizes of both sides, and its pieces as in `Outgoing`, one column each. tables, on rank
-    0: by engine rank what `read_table` reads, for those that table; forwarding names them, empty where there are none."""
+    0: by engine rank what `read_table` reads, for those that share boxes; forwarding names them, empty where there are none."""
 
     trainers: int
     engines: int
@@ -54,19 +54,10 @@ class _SendTable(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """What a trainer rank sends to rank 0: its backend, and from rank 0 where the store is."""
+    """What a trainer rank sends to rank 0: its backend, and from rank 0 the message."""
 
     backend: Backend
-    trainers: int
-    engines: int
-    bucket_bytes: int
-    forwarding: str
-    host: str = ""
-    port: int = 0
-
-    def message(self) -> CollectiveInfo:
-        """Rank 0's, as the message."""
-        return CollectiveInfo(**msgspec.structs.asdict(self))
+    message: CollectiveInfo | None
 
 
 def rank_names(trainers: int, engines: int) -> list[str]:
@@ -81,25 +72,24 @@ class CollectiveSender(Sender):
     sends = True
 
     def __init__(self, rank: int, table: _SendTable, backend: Backend) -> None:
-        self._table, self._backend = table, backend
+        self._backend = backend
         self._link = Link(rank, rank_names(table.trainers, table.engines), backend)
         self._packer = Packer(Outgoing.read(table.pieces), table.trainers, table.bucket_bytes)
         self._link.peers = self._packer.peers
         self.staging_bytes = self._packer.staging_bytes
         # Rank 0 alone serves the store, and keeps its port from now on.
         self._server = StoreServer(open_store()) if rank == 0 else None
+        self._message: CollectiveInfo | None = None
         if self._server is not None:
+            sizes = {"trainers": table.trainers, "engines": table.engines, "bucket_bytes": table.bucket_bytes}
+            host, port = self._server.address
+            self._message = CollectiveInfo(host=host, port=port, backend=backend, forwarding=table.forwarding, **sizes)
             deadline = time.monotonic() + CONNECT_S
             store = Store(*self._server.address, deadline)
-            store.put(_message_key(self._part().message()), b"", deadline)
+            store.put(_message_key(self._message), b"", deadline)
             for target in range(table.engines) if table.tables else ():
                 store.put(_table_key(table.forwarding, target), table.tables.get(target, b""), deadline)
             table.tables = {}
-
-    def _part(self) -> _Part:
-        host, port = self._server.address if self._server is not None else ("", 0)
-        table = self._table
-        return _Part(self._backend, table.trainers, table.engines, table.bucket_bytes, table.forwarding, host, port)
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Remember the live tensors; nothing is copied. Returns this rank's part of the message.
@@ -107,7 +97,7 @@ class CollectiveSender(Sender):
         Raises WireError for tensors that are not contiguous.
         """
         self._packer.look(tensors, self.addresses)
-        return msgspec.msgpack.encode(self._part())
+        return msgspec.msgpack.encode(_Part(self._backend, self._message))
 
     def transfer(self, session: str, info: CollectiveInfo, deadline: float) -> dict[int, int]:
         """Rendezvous with the engines, and send. deadline: time.monotonic seconds. Returns payload bytes by engine rank.
@@ -215,7 +205,8 @@ def info(parts: Sequence[bytes]) -> CollectiveInfo:
         raise ConfigError(
             "some trainer ranks hold their weights on a GPU and some do not", where="wire collective", got=", ".join(backends)
         )
-    return decoded[0].message()
+    assert decoded[0].message is not None
+    return decoded[0].message
 
 
 def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> CollectiveReader:
