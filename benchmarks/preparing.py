@@ -31,8 +31,8 @@ from vllm_refit_ext.core.layouts import Stored, layout_of
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.engine.stored import StoredParam
 from vllm_refit_ext.kernels.table import Table
+from vllm_refit_ext.receiver.engine import StoredParam
 from vllm_refit_ext.receiver.kernel_moves import kernel_moves, number_buffers
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.receiver.recording import Recording

@@ -13,8 +13,8 @@ from tests.support.architectures import LATENT
 from tests.support.engines import answers, fresh_answers, open_llm
 from tests.support.seam_cases import pair
 from vllm_refit_ext.core.errors import ManifestError, RefitError, TornError, WireError
+from vllm_refit_ext.engine.rank import EngineRank
 from vllm_refit_ext.engine.reload import recover, reload_weights
-from vllm_refit_ext.engine.worker_view import WorkerView
 
 pytestmark = pytest.mark.engine
 
@@ -30,7 +30,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert wanted[0] != wanted[1]
     tensors = [load_file(folder / "model.safetensors") for folder in folders]
     with open_llm(folders[0], in_process=True, **settings) as llm:
-        view = WorkerView.of_worker(llm.llm_engine.model_executor.driver_worker.worker)
+        view = EngineRank.of_worker(llm.llm_engine.model_executor.driver_worker.worker)
         yield llm, view, tensors, wanted
 
 
@@ -39,7 +39,7 @@ def ask(llm: Any) -> Any:
     return answers(llm)
 
 
-def state(view: WorkerView) -> dict[str, bytes]:
+def state(view: EngineRank) -> dict[str, bytes]:
     tensors = (*view.model.named_parameters(remove_duplicate=False), *view.model.named_buffers(remove_duplicate=False))
     return {
         name: tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -21,8 +21,8 @@ from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.manifest import parse_state_dict_info, whole_tensors
 from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.engine.rank import EngineRank
 from vllm_refit_ext.engine.reload import reload_weights
-from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver.peak import reload_bytes
 from vllm_refit_ext.receiver.targets import build_targets
 from vllm_refit_ext.receiver.writers import ReloadWriter
@@ -81,7 +81,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     with open_llm(folder, extension=extension, in_process=True, skip_tokenizer_init=True, max_model_len=64, **coded) as llm:
         dtype = torch.bfloat16 if coded else torch.float32
         tensors = {n: t.to(dtype, copy=True) for n, t in load_file(folder / "model.safetensors").items()}
-        yield WorkerView.of_worker(llm.llm_engine.model_executor.driver_worker.worker), tensors
+        yield EngineRank.of_worker(llm.llm_engine.model_executor.driver_worker.worker), tensors
 
 
 @pytest.mark.long

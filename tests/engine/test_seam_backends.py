@@ -16,7 +16,7 @@ from tests.support.whole import WholeTrainer
 from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.core.errors import ConfigError, SessionError, TornError
 from vllm_refit_ext.engine import weight_transfer
-from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.engine.rank import EngineRank
 from vllm_refit_ext.receiver.session import Receiver
 
 pytestmark = pytest.mark.engine
@@ -178,7 +178,7 @@ def test_another_backend_keeps_its_calls(folders: tuple[Path, Path], wanted: lis
         with open_llm(folders[0], in_process=True, weight_transfer_config={"backend": "other"}) as llm:
             worker = llm.llm_engine.model_executor.driver_worker.worker
             other = worker.weight_transfer_engine
-            handler = FakeHandler(WorkerView.of_worker(worker))
+            handler = FakeHandler(EngineRank.of_worker(worker))
             handler.prepare({"a": [[1], "float32"]})
             weight_transfer.install(worker, handler)
             llm.collective_rpc("init_weight_transfer_engine", args=({"rank_offset": 1},))

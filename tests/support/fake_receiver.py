@@ -15,8 +15,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_refit_ext.core.errors import RefitError, SessionError, TornError
 from vllm_refit_ext.engine import guard, weight_transfer
+from vllm_refit_ext.engine.rank import EngineRank
 from vllm_refit_ext.engine.reload import reload_weights
-from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver import agree
 from vllm_refit_ext.receiver.session import part_of, session_of
 
@@ -24,7 +24,7 @@ from vllm_refit_ext.receiver.session import part_of, session_of
 class FakeHandler:
     """Loads a file; fails on demand."""
 
-    def __init__(self, view: WorkerView) -> None:
+    def __init__(self, view: EngineRank) -> None:
         self.view = view
         self.refused = None
         self.prepared = False
@@ -79,7 +79,7 @@ class FakeExtension:
 
     def refit_prepare(self) -> dict[str, Any]:
         """What the product's `prepare_refit_info` does at its end."""
-        handler = FakeHandler(WorkerView.of_worker(self))
+        handler = FakeHandler(EngineRank.of_worker(self))
         handler.prepared = True
         weight_transfer.install(self, handler)
         return handler.status()
@@ -91,7 +91,7 @@ class FakeExtension:
 
     def refit_reload(self, path: str) -> list[str]:
         """Reload a file; the names of layers that got nothing."""
-        return reload_weights(WorkerView.of_worker(self), iter(load_file(path).items())).untouched
+        return reload_weights(EngineRank.of_worker(self), iter(load_file(path).items())).untouched
 
 
 weight_transfer.answer_early(Worker)

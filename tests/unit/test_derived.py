@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from vllm_refit_ext.receiver.derived import Derived, constants
+from vllm_refit_ext.engine.derived import Derived, constants
 
 
 def layer() -> nn.Module:
@@ -28,7 +28,7 @@ def test_what_the_writer_fills_is_no_constant():
 
 def test_a_refresh_keeps_what_was_written(monkeypatch):
     """An engine with sleep mode: the workspace is zero again, the written scales stay."""
-    import vllm_refit_ext.receiver.derived as room
+    import vllm_refit_ext.engine.derived as room
 
     real = room.constants
     monkeypatch.setattr(room, "constants", lambda model, mine: real(model, mine, "cpu"))

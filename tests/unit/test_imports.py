@@ -17,11 +17,13 @@ ENGINE_SIDE = ("vllm_refit_ext.receiver", "vllm_refit_ext.engine")
 FORBIDDEN = [
     ("vllm_refit_ext/core", (*OUTSIDE, "vllm", "megatron", "torch", "triton", "megatron_sender", *ENGINE_SIDE,
                              "vllm_refit_ext.kernels", "vllm_refit_ext.wires", "vllm_refit_ext.client")),
-    ("vllm_refit_ext/kernels", (*OUTSIDE, "megatron", "megatron_sender", *ENGINE_SIDE, "vllm_refit_ext.wires")),
+    ("vllm_refit_ext/kernels", (*OUTSIDE, "vllm", "megatron", "megatron_sender", *ENGINE_SIDE, "vllm_refit_ext.wires")),
     ("vllm_refit_ext/wires", (*OUTSIDE, "vllm", "megatron", "megatron_sender", *ENGINE_SIDE)),
-    ("vllm_refit_ext/receiver", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.client", "vllm_refit_ext.sender")),
+    ("vllm_refit_ext/receiver", (*OUTSIDE, "vllm", "megatron", "megatron_sender", "vllm_refit_ext.engine",
+                                 "vllm_refit_ext.client", "vllm_refit_ext.sender")),
     ("vllm_refit_ext/engine", (*OUTSIDE, "megatron", "megatron_sender", "vllm_refit_ext.client", "vllm_refit_ext.sender")),
     ("vllm_refit_ext/sender", (*OUTSIDE, "vllm", "megatron", "megatron_sender", *ENGINE_SIDE)),
+    ("vllm_refit_ext/tools", (*OUTSIDE, "vllm")),
     ("vllm_refit_ext", OUTSIDE),
     ("megatron_sender", (*OUTSIDE, "vllm", *ENGINE_SIDE, "vllm_refit_ext.tools")),
 ]  # fmt: skip

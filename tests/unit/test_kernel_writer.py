@@ -15,8 +15,8 @@ from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.mxfp8 import quantize
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
-from vllm_refit_ext.engine.stored import StoredParam
 from vllm_refit_ext.receiver import kernel_writer
+from vllm_refit_ext.receiver.engine import StoredParam
 from vllm_refit_ext.receiver.kernel_moves import kernel_moves
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
 from vllm_refit_ext.wires import boxes

@@ -8,21 +8,21 @@ import torch
 
 from vllm_refit_ext.core.coded import SENT_SCALE
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
-from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.engine.rank import EngineRank
 from vllm_refit_ext.receiver import recording
 
 
 def test_what_was_recorded_is_kept_until_something_differs(monkeypatch):
     asked = []
 
-    def record_routes(model, offered, **_):
-        asked.append(offered)
+    def record(self, entries, rank):
+        asked.append(entries)
         return SimpleNamespace(computed={})
 
-    monkeypatch.setattr(recording, "record_routes", record_routes)
+    monkeypatch.setattr(EngineRank, "record", record)
     model = torch.nn.Linear(64, 2, dtype=torch.bfloat16)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
-    view = WorkerView(model, config, torch.device("cpu"), 0, 1)
+    view = EngineRank(model, config, torch.device("cpu"), 0, 1)
     plain = Manifest({"w": TensorSpec((2, 64), "bfloat16"), "b": TensorSpec((2,), "bfloat16")})
     scales = "w" + SENT_SCALE
     coded = Manifest(

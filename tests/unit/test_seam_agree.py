@@ -17,12 +17,12 @@ import torch
 from torch.distributed import FileStore, TCPStore
 
 from vllm_refit_ext.core.errors import DeadlineError, ManifestError, Problem, RefitError, SessionError, TornError, WireError
-from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.engine.rank import EngineRank
 from vllm_refit_ext.receiver import agree
 
 
-def make_view(rank: int, size: int, store: Any = None, executor: str = "mp") -> WorkerView:
-    view = WorkerView(torch.nn.Module(), SimpleNamespace(instance_id="x"), torch.device("cpu"), rank, size, executor=executor)
+def make_view(rank: int, size: int, store: Any = None, executor: str = "mp") -> EngineRank:
+    view = EngineRank(torch.nn.Module(), SimpleNamespace(instance_id="x"), torch.device("cpu"), rank, size, executor=executor)
     view.exchange = agree.Exchange(view, store)
     return view
 
@@ -35,7 +35,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def on_ranks(views: list[WorkerView], work: Callable[[WorkerView], Any], attempt: str = "a") -> list[Any]:
+def on_ranks(views: list[EngineRank], work: Callable[[EngineRank], Any], attempt: str = "a") -> list[Any]:
     """`work(view)` in a thread for each rank: its result, or the error that it raised."""
     results: list[Any] = [None] * len(views)
 
@@ -61,7 +61,7 @@ def test_every_rank_gets_every_value(store: Any) -> None:
 
 
 def test_one_rank_alone_needs_no_store() -> None:
-    view = WorkerView(torch.nn.Module(), None, torch.device("cpu"), 0, 1)
+    view = EngineRank(torch.nn.Module(), None, torch.device("cpu"), 0, 1)
     agree.begin(view, "a")
     assert agree.agree(view, "commit", b"v", None, 1) == [b"v"]
     with pytest.raises(WireError, match="broken") as raised:
@@ -119,7 +119,7 @@ def test_a_missing_rank_does_not_hide_what_another_rank_found(store: Any) -> Non
 def test_a_late_rank_learns_that_the_others_gave_up(store: Any) -> None:
     views = [make_view(rank, 2, store) for rank in range(2)]
 
-    def work(view: WorkerView) -> Any:
+    def work(view: EngineRank) -> Any:
         if view.rank == 1:
             time.sleep(2.0)
         return agree.agree(view, "commit", b"", None, 0.5 if view.rank == 0 else 30)
@@ -132,7 +132,7 @@ def test_a_late_rank_learns_that_the_others_gave_up(store: Any) -> None:
 def test_a_rank_that_left_early_does_not_shift_the_next_round(store: Any) -> None:
     views = [make_view(rank, 2, store) for rank in range(2)]
 
-    def work(view: WorkerView) -> Any:
+    def work(view: EngineRank) -> Any:
         agree.agree(view, "begin", b"", None, 20)
         return None if view.rank else agree.agree(view, "write", b"", None, 0.3)
 
@@ -144,7 +144,7 @@ def test_a_rank_that_left_early_does_not_shift_the_next_round(store: Any) -> Non
 def test_a_phase_used_twice_in_one_call_is_two_rounds(store: Any) -> None:
     views = [make_view(rank, 2, store) for rank in range(2)]
 
-    def work(view: WorkerView) -> Any:
+    def work(view: EngineRank) -> Any:
         return [agree.agree(view, "bucket", bytes([index, view.rank]), None, 20) for index in range(3)]
 
     assert on_ranks(views, work) == [[[bytes([i, 0]), bytes([i, 1])] for i in range(3)]] * 2
@@ -187,7 +187,7 @@ def test_the_last_rank_is_named_when_all_came_too_late(store: Any, monkeypatch: 
     wait = agree._wait
     monkeypatch.setattr(agree, "_wait", lambda store, keys, deadline: wait(store, keys, deadline + 3))
 
-    def work(view: WorkerView) -> Any:
+    def work(view: EngineRank) -> Any:
         if view.rank == 1:
             time.sleep(0.6)
         return agree.agree(view, "commit", b"", None, 0.0 if view.rank else 0.3)
@@ -203,7 +203,7 @@ def test_whatever_is_raised_on_one_rank_is_agreed_upon(store: Any) -> None:
 
     views = [make_view(rank, 2, store) for rank in range(2)]
 
-    def work(view: WorkerView) -> Any:
+    def work(view: EngineRank) -> Any:
         errors: list[RefitError] = []
         with agree.collect(errors, "the wire"):
             if view.rank:
@@ -229,7 +229,7 @@ def test_an_agreed_error_meets_a_rank_that_failed_elsewhere(store: Any) -> None:
     """One rank never enters a phase, the other times out there; both meet in the next phase with both problems."""
     views = [make_view(rank, 2, store) for rank in range(2)]
 
-    def work(view: WorkerView) -> Any:
+    def work(view: EngineRank) -> Any:
         error: RefitError | None = WireError("crashed before it", where="wire")
         if view.rank:
             with pytest.raises(DeadlineError) as raised:

@@ -17,32 +17,12 @@ import torch
 from torch import nn
 
 from vllm_refit_ext.copies import storage_id
+from vllm_refit_ext.receiver.routes.created import Created
 
 LIVE_TABLES = frozenset(
     {"_expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global", "expert_local_to_global"}
 )
 """Tables that loaders read and never write. They keep their values while the rest of the model has none."""
-
-
-class Created:
-    """The tensors of a model as created.
-
-    Attributes
-    ----------
-    tensors: full name -> meta tensor, shared ones once, under their first name. buffers: the names among them that are
-    buffers; `persistent` those that a checkpoint may hold. aliases: other full name -> first name.
-    live: storage ids of the tensors that the model really holds, which nothing may write.
-    values: storage id of a meta tensor -> the real tensor that it stands for, where shapes agree.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.buffers: set[str] = set()
-        self.persistent: set[str] = set()
-        self.aliases: dict[str, str] = {}
-        self.live: set[int] = set()
-        self.values: dict[int, torch.Tensor] = {}
-        self.slots: dict[str, tuple[nn.Module, str]] = {}
 
 
 @contextmanager
@@ -167,6 +147,16 @@ def _metadata(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, tor
 
     info = LAYERWISE_INFO.get(module)
     return ({}, {}) if info is None else info.restore_metadata
+
+
+def created_bytes(model: nn.Module, name: str) -> tuple[int, int] | None:
+    """(bytes, elements) of the tensors of module `name` as vLLM created them; None where there is no such module."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return None
+    tensors = [t for table in _metadata(module) for t in table.values() if not _uninitialised(t)]
+    return sum(t.numel() * t.element_size() for t in tensors), sum(t.numel() for t in tensors)
 
 
 def _not_recorded() -> frozenset[str]:

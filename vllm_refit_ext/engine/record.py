@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,8 @@ from torch import nn
 from vllm_refit_ext.copies import storage_id
 from vllm_refit_ext.core.dtypes import dtype_name
 from vllm_refit_ext.core.errors import Problem, RouteError
-from vllm_refit_ext.engine.created import Created, as_created
+from vllm_refit_ext.engine import reasons
+from vllm_refit_ext.engine.created import as_created
 from vllm_refit_ext.receiver.routes.recorder import Recorder, ValueReadError
 from vllm_refit_ext.receiver.routes.table import Routes, build
 
@@ -66,7 +68,8 @@ def record_routes(
         raise RouteError.of(problems, f"the engine's weight loader refuses {len(problems)} tensor(s)")
     for index, reason in excluded.items():
         recorder.computed.setdefault(index, reason)
-    return build(model, created, recorder, names, shapes, dtypes, rank, began)
+    why = functools.partial(reasons.why_dropped, model)
+    return build(reasons.may_stay_unwritten, why, created, recorder, names, shapes, dtypes, rank, began)
 
 
 def _load(
@@ -127,6 +130,3 @@ def _config(vllm_config: Any) -> AbstractContextManager[Any]:
 def _torch_dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, dtype_name(name))
     return dtype
-
-
-__all__ = ["Created", "record_routes"]

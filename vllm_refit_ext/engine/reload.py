@@ -12,14 +12,16 @@ import contextlib
 import functools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
 
 from vllm_refit_ext.core.errors import ManifestError, Problem, RefitError, TornError
 from vllm_refit_ext.engine.reload_writes import Writes
-from vllm_refit_ext.engine.worker_view import WorkerView
+
+if TYPE_CHECKING:
+    from vllm_refit_ext.engine.rank import EngineRank
 
 
 class Reload(msgspec.Struct, frozen=True):
@@ -51,7 +53,7 @@ class _Feed:
 
 
 def reload_weights(
-    view: WorkerView,
+    view: EngineRank,
     tensors: Iterable[tuple[str, torch.Tensor]],
     names: Collection[str] | None = None,
     wanted: Mapping[str, int] | None = None,
@@ -108,7 +110,7 @@ def reload_weights(
     return Reload(len(feed.seen), feed.nbytes, untouched)
 
 
-def recover(view: WorkerView) -> list[str]:
+def recover(view: EngineRank) -> list[str]:
     """Put back the live tensors of every layer that an unfinished reload left on the meta device, and forget what it had
     collected.
 
@@ -266,7 +268,7 @@ def _name_loaders(model: torch.nn.Module) -> None:
                     cast(Any, loader).__name__ = getattr(loader.func, "__name__", "partial")
 
 
-def _forget_cpu_kernels(view: WorkerView) -> list[tuple[Any, Any]]:
+def _forget_cpu_kernels(view: EngineRank) -> list[tuple[Any, Any]]:
     """Make the CPU's unquantised experts pack again; returns (method, its kernel) of each.
 
     Since 0.30 they pack on their first post-load step only, so a reload would leave raw weights in a packed buffer and answer
@@ -288,7 +290,7 @@ def _restore_cpu_kernels(forgotten: list[tuple[Any, Any]]) -> None:
             method.moe_kernel = kernel
 
 
-def _settle_tied(view: WorkerView, untouched: list[str]) -> list[str]:
+def _settle_tied(view: EngineRank, untouched: list[str]) -> list[str]:
     """`untouched` without the layers that share their parameters with one that was loaded; on a CPU these are packed again.
 
     A tied output layer shares the embedding's parameter, and the reload counts the embedding alone. What a CPU multiplies

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
@@ -19,6 +18,7 @@ from vllm_refit_ext.core.layouts import Stored, layout_of
 from vllm_refit_ext.core.mxfp8 import BLOCK, Rule
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.engine import inventory
+from vllm_refit_ext.receiver.engine import StoredParam
 
 LINEAR_METHODS = frozenset({"Mxfp8OnlineLinearMethod", "ModelOptMxFp8LinearMethod", "ModelOptLinearMethod"})
 EXPERT_METHODS = frozenset({"Mxfp8OnlineMoEMethod", "ModelOptMxFp8FusedMoE", "CompressedTensorsW8A8Mxfp8MoEMethod"})
@@ -34,26 +34,6 @@ EXPERT_BACKENDS = {"MARLIN": "marlin", "EMULATION": "plain", "FLASHINFER_TRTLLM"
 BYTES = (torch.uint8, torch.float8_e8m0fnu)
 MARLIN_PADDING = 128
 """Marlin pads a linear's sizes to less than this much more."""
-
-
-class StoredParam(msgspec.Struct):
-    """One live MXFP8 parameter. `shape` is canonical, [N, K] or [E, N, K]; `stored` one matrix as the engine holds it, padding
-    included.
-
-    `values`: the live tensor, its memory in the layout's order. `scales`: every tensor that holds its scales; kernels may have a
-    second one, which graphs or eager steps read.
-    """
-
-    coding: Coding
-    shape: tuple[int, ...]
-    stored: Stored
-    values: torch.Tensor
-    scales: list[torch.Tensor]
-
-    @property
-    def count(self) -> int:
-        """Matrices of the stack."""
-        return self.shape[0] if len(self.shape) == 3 else 1
 
 
 def is_mxfp8(module: nn.Module) -> bool:

@@ -30,8 +30,9 @@ import torch
 
 from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError
 from vllm_refit_ext.engine import versions
-from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.engine.rank import EngineRank
 from vllm_refit_ext.receiver import agree
+from vllm_refit_ext.receiver.engine import Engine
 
 OURS = "wire"
 PREPARE = "state_dict_info"
@@ -42,7 +43,7 @@ class Handler(Protocol):
     """What stands behind the seam on one rank; `receiver.session.Receiver` is it. Its methods agree with the other ranks by
     themselves: they end alike on all of them."""
 
-    view: WorkerView
+    view: Engine
     refused: RefitError | None
     """Why the last prepare failed."""
 
@@ -59,7 +60,7 @@ class Handler(Protocol):
         """Give up what is prepared."""
 
 
-def open_handler(view: WorkerView) -> Handler:
+def open_handler(view: Engine) -> Handler:
     """The receiver of a rank, made at its first call."""
     from vllm_refit_ext.receiver.session import Receiver
 
@@ -248,9 +249,9 @@ class RefitEngine:
     # -- inside --------------------------------------------------------------------------------------------------------------
 
     @property
-    def view(self) -> WorkerView:
+    def view(self) -> EngineRank:
         """This rank, with the model as it is now."""
-        return WorkerView.of_worker(self.worker)
+        return EngineRank.of_worker(self.worker)
 
     def _is_ours(self, update_info: Any) -> bool:
         entries = update_info if isinstance(update_info, list) else [update_info]

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, TornError
-from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.receiver.engine import Engine
 from vllm_refit_ext.wires.rendezvous import run_until
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Exchange:
     is dropped with it and the next round opens a new one.
     """
 
-    def __init__(self, view: WorkerView, store: Any = None) -> None:
+    def __init__(self, view: Engine, store: Any = None) -> None:
         self.view = view
         self.given = store
         self.store: Any = None
@@ -103,7 +103,7 @@ class Exchange:
             raise
 
 
-def begin(view: WorkerView, attempt: str) -> None:
+def begin(view: Engine, attempt: str) -> None:
     """Call first in every RPC that may agree. attempt: the same text on every rank, for each attempt another one.
 
     It stands in all keys of the attempt, so that ranks of which one missed a call meet again in the next. The same text in two
@@ -136,7 +136,7 @@ def collect(errors: list[RefitError], where: str) -> Iterator[None]:
         errors.append(as_refit_error(error, where))
 
 
-def agree(view: WorkerView, phase: str, value: bytes | None, error: RefitError | None, deadline_s: float) -> list[bytes | None]:
+def agree(view: Engine, phase: str, value: bytes | None, error: RefitError | None, deadline_s: float) -> list[bytes | None]:
     """Exchange `value` or `error` with all ranks of the engine; every rank gets the same outcome.
 
     Arguments: `phase`, a name that all ranks use at this point; `deadline_s`, seconds from now. Returns every rank's value,
@@ -198,8 +198,8 @@ def agree(view: WorkerView, phase: str, value: bytes | None, error: RefitError |
     return _settle([*answers, Answer(kind="DeadlineError", problems=[late])], present)
 
 
-def surface(view: WorkerView, error: RefitError) -> None:
-    """Raise `error` to vLLM where this rank must; return where another rank raises it for all (see `WorkerView.speaks`)."""
+def surface(view: Engine, error: RefitError) -> None:
+    """Raise `error` to vLLM where this rank must; return where another rank raises it for all (see `Engine.speaks`)."""
     if view.speaks or not getattr(error, "agreed", False):
         raise error
 

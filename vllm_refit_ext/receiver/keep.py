@@ -7,8 +7,7 @@ move into it is planned, a checkpoint tensor (offered or not) because the parame
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 import numpy as np
@@ -40,9 +39,8 @@ def patterns_of(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def keep(routes: Routes, patterns: Collection[str], mapper: Any = None) -> Kept:
-    """Take what `patterns` match out of `routes`. mapper: the model's `hf_to_vllm_mapper`, for names of tensors that nobody
-    offers."""
+def keep(routes: Routes, patterns: Collection[str], rename: Callable[[str], str] = lambda name: "") -> Kept:
+    """Take what `patterns` match out of `routes`. rename: the engine's name of a tensor that nobody offers."""
     if not patterns:
         return Kept(routes, {}, [])
     table = routes.placements
@@ -52,11 +50,10 @@ def keep(routes: Routes, patterns: Collection[str], mapper: Any = None) -> Kept:
     problems = []
     for pattern in patterns:
         found = {n for n in parameters | offered if fnmatch.fnmatchcase(n, pattern)}
-        if not found and mapper is not None:
-            renamed = mapper._map_name(pattern) or ""
-            # Only a prefix may be another one: a fused parameter holds more than the tensor that is named.
-            if renamed.split(".")[-2:] == pattern.split(".")[-2:]:
-                found = {n for n in parameters if fnmatch.fnmatchcase(n, renamed)}
+        renamed = "" if found else rename(pattern)
+        # Only a prefix may be another one: a fused parameter holds more than the tensor that is named.
+        if renamed and renamed.split(".")[-2:] == pattern.split(".")[-2:]:
+            found = {n for n in parameters if fnmatch.fnmatchcase(n, renamed)}
         if not found:
             what, do = "it matches no engine parameter and no offered tensor", suggest(pattern, [*parameters, *offered])
             problems.append(Problem(what, f"keep {pattern!r}", do=do))

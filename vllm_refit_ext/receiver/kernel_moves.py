@@ -20,9 +20,9 @@ from vllm_refit_ext.core.errors import LayoutError
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.engine.stored import StoredParam
 from vllm_refit_ext.kernels.memory import Buffer
 from vllm_refit_ext.kernels.moves import At, CopyMove, Move, QuantizeMove, ShuffleMove, Stack, Strided
+from vllm_refit_ext.receiver.engine import StoredParam
 from vllm_refit_ext.wires.coded import CODES, ScaleMoves
 
 MATRIX, ROW, COLUMN = 0, 1, 2

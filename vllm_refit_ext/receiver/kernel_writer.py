@@ -16,12 +16,12 @@ import torch
 from vllm_refit_ext.core.coded import CHECKPOINT, DEQUANTISED, PLAIN, dequantised_to
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.engine.stored import StoredParam
 from vllm_refit_ext.kernels import torch_moves
 from vllm_refit_ext.kernels.moves import At, Stack
 from vllm_refit_ext.kernels.mxfp8 import check_finite
 from vllm_refit_ext.kernels.table import Table, alignment_of, bound
 from vllm_refit_ext.kernels.verify import verify
+from vllm_refit_ext.receiver.engine import StoredParam
 from vllm_refit_ext.receiver.kernel_moves import KernelMoves, Side, kernel_moves, matrices, target_buffers
 from vllm_refit_ext.wires.boxes import Content, Memory, as_bytes, box_view, source_view, target_view
 from vllm_refit_ext.wires.coded import CODES, ScaleMoves, along_k, dequantise, gather_scales

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from vllm_refit_ext.core.coded import CHECKPOINT, SCALE, SCALE_OF, dequantised_to
 from vllm_refit_ext.core.dtypes import ITEMSIZE
-from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.receiver.engine import Engine
 from vllm_refit_ext.receiver.targets import Targets
 
 
@@ -23,7 +22,7 @@ class ReloadBytes(NamedTuple):
     most: int
 
 
-def reload_bytes(view: WorkerView, targets: Targets) -> ReloadBytes:
+def reload_bytes(view: Engine, targets: Targets) -> ReloadBytes:
     """What the engine's own reload holds beside the live tensors at its peak.
 
     It keeps the checkpoint tensors of a module until all have come, makes the module's tensors as they were created, and copies:
@@ -31,15 +30,13 @@ def reload_bytes(view: WorkerView, targets: Targets) -> ReloadBytes:
     step then makes its output beside that. A module that is never complete, because a part of it is padding or is written in
     place, keeps its tensors to the end.
     """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    modules = dict(view.model.named_modules())
     certain = most = kept = late = 0
     for name, (loaded, read) in _loaded(targets).items():
-        if name not in modules:
+        sizes = view.created(name)
+        if sizes is None:
             continue
-        created, total = _created(get_layerwise_info(modules[name]).restore_metadata)
-        live = sum(t.numel() * t.element_size() for t in modules[name].parameters(recurse=False))
+        created, total = sizes
+        live = sum(t.numel() * t.element_size() for t in view.model.get_submodule(name).parameters(recurse=False))
         # What a CPU multiplies with is packed, in memory that no tensor names.
         processed = max(live, created) if view.device.type == "cpu" else live
         certain = max(certain, read + created)
@@ -75,9 +72,3 @@ def _loaded(targets: Targets) -> dict[str, list[int]]:
         both[0] += math.prod(buffer.shape) * size
         both[1] += elements * size if name not in targets.computed else 0
     return found
-
-
-def _created(metadata: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]) -> tuple[int, int]:
-    """(bytes, elements) of a module's tensors as created."""
-    tensors = [t for table in metadata for t in table.values() if not isinstance(t, nn.parameter.UninitializedParameter)]
-    return sum(t.numel() * t.element_size() for t in tensors), sum(t.numel() for t in tensors)

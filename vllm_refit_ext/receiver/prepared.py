@@ -23,9 +23,7 @@ from vllm_refit_ext.core.part import names_in, part_of
 from vllm_refit_ext.core.placement import Placements
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.table import pack_placements
-from vllm_refit_ext.engine.versions import adapter
-from vllm_refit_ext.engine.worker_view import WorkerView
-from vllm_refit_ext.receiver.derived import Derived
+from vllm_refit_ext.receiver.engine import Derived, Engine
 from vllm_refit_ext.receiver.fp8 import parse_fp8_config
 from vllm_refit_ext.receiver.keep import patterns_of
 from vllm_refit_ext.receiver.kernel_moves import KernelMoves, kernel_moves
@@ -53,7 +51,7 @@ class Prepared(msgspec.Struct):
     refit refuses when they are others by then.
     """
 
-    view: WorkerView
+    view: Engine
     manifest: Manifest
     targets: Targets
     plan: Plan
@@ -107,7 +105,7 @@ class Prepared(msgspec.Struct):
         return self.reload_of[plan]
 
 
-def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, reload: Reload) -> tuple[Prepared, PrepareReply]:
+def prepare(view: Engine, info: object, fp8_config: object, keep: object, reload: Reload) -> tuple[Prepared, PrepareReply]:
     """Read what was offered, find this rank's targets, build and prove its part of the plan.
 
     info, fp8_config, keep: as the RPC `prepare_refit_info` takes them. reload: the engine's own reload, see `ReloadWriter`.
@@ -124,7 +122,7 @@ def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, re
     sources = offer.sources if offer.sources is not None else whole_tensors(manifest)
     rank = offer.first_rank + view.rank
     targets, plan, made = _plan(view, manifest, sources, rank, patterns, distances(offer.hosts, {rank: this_host()}), clock)
-    derived = Derived(view, targets.written())
+    derived = view.derived(targets.written())
     reloading = reload_bytes(view, targets)
     writer = writer_for(plan, targets, view, made)
     if isinstance(writer, KernelWriter):
@@ -145,7 +143,7 @@ def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, re
     )
     reply = PrepareReply(
         rank=view.rank,
-        engine=f"vllm {adapter().version}",
+        engine=view.name,
         targets=pack_placements(targets.placements),
         digest=prepared.digest,
         dropped=targets.dropped,
@@ -163,7 +161,7 @@ def prepare(view: WorkerView, info: object, fp8_config: object, keep: object, re
 
 
 def _plan(
-    view: WorkerView,
+    view: Engine,
     manifest: Manifest,
     sources: Placements,
     rank: int,
@@ -196,7 +194,7 @@ def _plan(
         refused |= {name: str(error) for name, error in made.unfit.items()}
 
 
-def writer_for(plan: Plan, targets: Targets, view: WorkerView, made: KernelMoves | None = None) -> InPlaceWriter | KernelWriter:
+def writer_for(plan: Plan, targets: Targets, view: Engine, made: KernelMoves | None = None) -> InPlaceWriter | KernelWriter:
     """Tables of kernels on a GPU and wherever MXFP8 is involved; plain copies on a CPU. made: as `KernelWriter` takes it."""
     if view.device.type == "cuda" or targets.stored or any(b.layout.startswith(DEQUANTISED) for b in plan.targets):
         return KernelWriter(plan, targets.params, targets.stored, view.device, made)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from vllm_refit_ext.core.manifest import Manifest
-from vllm_refit_ext.engine.record import record_routes
-from vllm_refit_ext.engine.stored import is_mxfp8
-from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.receiver.engine import Engine
 from vllm_refit_ext.receiver.routes.table import Routes
 
 CODES = "float8_e4m3fn"
@@ -26,7 +24,7 @@ class Recording(msgspec.Struct):
     usual: str
 
 
-def record(view: WorkerView, manifest: Manifest, rank: int) -> Recording:
+def record(view: Engine, manifest: Manifest, rank: int) -> Recording:
     """Run the model's own loader on `manifest` without data; again where a loader takes E4M3 and is offered something else.
 
     What was found last is kept: a trainer that quantises asks first what to quantise, and then offers the same tensors with their
@@ -35,7 +33,7 @@ def record(view: WorkerView, manifest: Manifest, rank: int) -> Recording:
     """
     partners = {name: spec.scale for name, spec in manifest.tensors.items() if spec.format == "mxfp8"}
     scales = set(partners.values())
-    usual = str(view.vllm_config.model_config.dtype).removeprefix("torch.")
+    usual = view.dtype
     entries = {
         name: (spec.shape, usual if name in partners else spec.dtype)
         for name, spec in manifest.tensors.items()
@@ -44,7 +42,7 @@ def record(view: WorkerView, manifest: Manifest, rank: int) -> Recording:
 
     def routes_of(coded: frozenset[str]) -> Routes:
         offered = {name: (shape, CODES if name in coded else dtype) for name, (shape, dtype) in entries.items()}
-        return record_routes(view.model, offered, rank=rank, vllm_config=view.vllm_config)
+        return view.record(offered, rank)
 
     model = view.model
     live = [(name, t.data_ptr(), t.shape, t.dtype) for name, t in (*model.named_parameters(), *model.named_buffers())]
@@ -53,7 +51,7 @@ def record(view: WorkerView, manifest: Manifest, rank: int) -> Recording:
         return Recording(view.recorded[1], partners, view.recorded[2], usual)
     routes = routes_of(frozenset())
     rerouted: frozenset[str] = frozenset()
-    if routes.computed and any(is_mxfp8(module) for module in view.model.modules()):
+    if routes.computed and view.has_mxfp8:
         computed = frozenset(routes.computed)
         rerouted = computed - frozenset(routes_of(computed).computed)
         routes = routes_of(rerouted) if rerouted else routes

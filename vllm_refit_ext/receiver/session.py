@@ -25,11 +25,8 @@ from vllm_refit_ext.core.errors import ConfigError, DeadlineError, PlanError, Pr
 from vllm_refit_ext.core.messages import DEADLINE_S, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc
 from vllm_refit_ext.core.part import mixed
 from vllm_refit_ext.core.protocol import check_unchanged
-from vllm_refit_ext.engine import guard
-from vllm_refit_ext.engine.anchors import Anchors
-from vllm_refit_ext.engine.reload import recover, reload_weights
-from vllm_refit_ext.engine.worker_view import WorkerView
 from vllm_refit_ext.receiver import agree
+from vllm_refit_ext.receiver.engine import Engine
 from vllm_refit_ext.receiver.peak import free_bytes
 from vllm_refit_ext.receiver.prepared import Clock, Piece, Prepared, prepare
 from vllm_refit_ext.receiver.targets import Targets
@@ -52,7 +49,7 @@ def nothing() -> None:
 class Receiver:
     """The state of one engine rank. Made on the first call; lives as long as the worker."""
 
-    def __init__(self, view: WorkerView) -> None:
+    def __init__(self, view: Engine) -> None:
         self.view = view
         self.version, self.since = "", 0.0
         self.prepared: Prepared | None = None
@@ -62,7 +59,6 @@ class Receiver:
         self.last: UpdateReport | None = None
         self.reloaded: dict[str, int] | None = None
         """Digests of what the last refit handed to the engine's own reload, by tensor; None if none was asked to take them."""
-        self._anchors = Anchors()
         self._handed: dict[str, int] | None = None
         self._next, self._wrote, self._sampled = "", False, 0
         self._moved = Counter[int]()
@@ -88,7 +84,7 @@ class Receiver:
             errors: list[RefitError] = []
             prepared, reply = None, PrepareReply(rank=self.view.rank)
             with agree.collect(errors, "prepare_refit_info"):
-                self._anchors.hold(self.view.model)
+                self.view.anchor()
                 prepared, reply = prepare(self.view, state_dict_info, fp8_config, keep, self._reload)
             try:
                 agree.agree(self.view, "prepare", None, agree.merged(errors), PREPARE_APART_S)
@@ -191,7 +187,7 @@ class Receiver:
                     # A rank failed after one had begun to write: the engine mixes versions, whatever this rank did.
                     raise self._tear(agreed) from None
                 raise
-            guard.commit(self.view.worker)
+            self.view.commit()
             self.since = time.time()
             self.parts = mixed(prepared.manifest, self.parts, update.part, self.version, update.version)
             prepared.signature, self.version, self.torn = signature, update.version, None
@@ -295,12 +291,11 @@ class Receiver:
             return True
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> None:
-        reload_weights(self.view, tensors, names, self._piece.reloaded)
-        self._anchors.hold(self.view.model)
+        self.view.reload(tensors, names, self._piece.reloaded)
 
     def _tear(self, error: RefitError) -> TornError:
         with agree.collect([], "recover"):
-            recover(self.view)
+            self.view.recover()
         torn = error if isinstance(error, TornError) else None
         if torn is None:
             head = Problem(
@@ -312,7 +307,7 @@ class Receiver:
             torn.agreed = getattr(error, "agreed", False)  # type: ignore[attr-defined]
             torn.__cause__ = error
         self.torn = torn
-        guard.mark_torn(self.view.worker, str(torn))
+        self.view.mark_torn(str(torn))
         return torn
 
     # -- the rest ------------------------------------------------------------------------------------------------------------
@@ -372,7 +367,7 @@ def session_of(update_info: object) -> str:
     return ""
 
 
-def part_of(update_info: object, view: WorkerView) -> dict[str, Any]:
+def part_of(update_info: object, view: Engine) -> dict[str, Any]:
     """This rank's part of `update_info`: the dict itself, or its entry in a list by global worker rank (as 0.32 allows)."""
     if isinstance(update_info, list):
         index = view.replica * view.world_size + view.rank

@@ -12,8 +12,8 @@ from vllm_refit_ext.core.digest import row_strides
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.engine.stored import StoredParam
 from vllm_refit_ext.kernels.moves import At, Stack, StoredBox
+from vllm_refit_ext.receiver.engine import StoredParam
 from vllm_refit_ext.receiver.kernel_moves import Side, matrices, number_buffers, target_buffers
 from vllm_refit_ext.wires.boxes import Content
 from vllm_refit_ext.wires.digests import Digests, Sums

@@ -14,7 +14,7 @@ from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.core.manifest import Manifest
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Buffer, Int, Placement, Placements, concatenate
-from vllm_refit_ext.engine.stored import StoredParam
+from vllm_refit_ext.receiver.engine import StoredParam
 from vllm_refit_ext.receiver.recording import Recording
 from vllm_refit_ext.receiver.routes.table import Routes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,9 +22,7 @@ from vllm_refit_ext.core.dtypes import CASTS, cast_text
 from vllm_refit_ext.core.errors import Problem, RouteError, SessionError
 from vllm_refit_ext.core.manifest import Manifest, suggest, suggest_each
 from vllm_refit_ext.core.placement import Placements
-from vllm_refit_ext.engine.live_layout import layout_of
-from vllm_refit_ext.engine.stored import StoredParam, config_scale, has_config, is_mxfp8, stored_param
-from vllm_refit_ext.engine.worker_view import WorkerView
+from vllm_refit_ext.receiver.engine import Engine, StoredParam
 from vllm_refit_ext.receiver.keep import keep, overwritten
 from vllm_refit_ext.receiver.recording import Recording, record
 from vllm_refit_ext.receiver.routes.table import Routes
@@ -41,7 +39,7 @@ class Targets(msgspec.Struct):
     converted, and how. quantise: names whose parameter holds MXFP8. kept: engine parameters and offered tensors that stay as
     they are, with the patterns that say so. problems: what keeps the rank from taking part. module_of: HF name -> the first
     module that it fills. computed: names of `reload` that a loader does more to than copying. filled: engine parameter -> names
-    that fill it. slots, configs: what `signature` looks at.
+    that fill it. slots, second_scales: what `signature` looks at.
     """
 
     rank: int
@@ -55,7 +53,7 @@ class Targets(msgspec.Struct):
     quantise: list[str]
     problems: list[Problem]
     slots: list[Any] = []
-    configs: list[tuple[Any, str]] = []
+    second_scales: list[Callable[[], int]] = []
     module_of: dict[str, str] = {}
     kept: dict[str, list[str]] = {}
     computed: frozenset[str] = frozenset()
@@ -92,7 +90,7 @@ class Targets(msgspec.Struct):
             count[buffer.layout] = count.get(buffer.layout, 0) + 1
         return count
 
-    def signature(self, view: WorkerView) -> tuple[Any, ...]:
+    def signature(self, view: Engine) -> tuple[Any, ...]:
         """Identity of everything the plan writes in place. It changes when a parameter is replaced, moved or retyped."""
         if self.slots and self.slots[0] is not view.model:
             return ()
@@ -100,7 +98,7 @@ class Targets(msgspec.Struct):
         tensors = [t for t in now if t is not None]
         with torch._C.DisableTorchFunction():
             looks = [list(map(look, tensors)) for look in (torch.Tensor.data_ptr, _SHAPE, _DTYPE)]
-        return ([t is None for t in now], *looks, [config_scale(*slot) for slot in self.configs])
+        return ([t is None for t in now], *looks, [address() for address in self.second_scales])
 
 
 def _slots(model: nn.Module, params: Iterable[str], stored: Iterable[str]) -> list[Any]:
@@ -112,7 +110,7 @@ def _slots(model: nn.Module, params: Iterable[str], stored: Iterable[str]) -> li
 
 
 def build_targets(
-    view: WorkerView,
+    view: Engine,
     manifest: Manifest,
     rank: int,
     recording: Recording | None = None,
@@ -127,11 +125,11 @@ def build_targets(
     Raises RouteError with every tensor that the engine's loaders refuse. Other problems are in the result.
     """
     recorded = recording or record(view, manifest, rank)
-    kept = keep(recorded.routes, patterns, getattr(view.model, "hf_to_vllm_mapper", None))
+    kept = keep(recorded.routes, patterns, view.renamed)
     recording = msgspec.structs.replace(recorded, routes=kept.routes)
     routes = kept.routes
     live = live_tensors(view.model)
-    found, unknown = _look_at_parameters(view, routes, live)
+    found, unknown = view.look(routes.placements.buffers, live)
     reload = closure(routes, unknown, {**unaligned(recording, found, manifest), **(refused or {})})
     placements = place(recording, reload, found, manifest, rank)
     inside = {b.name for b in placements.buffers if b.layout == PLAIN or b.layout.startswith(DEQUANTISED)}
@@ -145,7 +143,7 @@ def build_targets(
         params=params,
         stored=stored,
         slots=slots,
-        configs=[(m, a) for m, a in slots[1:] if a.endswith("weight") and has_config(m)],
+        second_scales=view.second_scales(slots[1:]),
         reload=reload,
         reloaded=routes.wanted(reload),
         dropped=routes.dropped,
@@ -153,7 +151,7 @@ def build_targets(
         quantise=sorted(_quantisable(routes, found, manifest)),
         problems=[
             *_problems(recording, reload, found, manifest),
-            *(kept.problems if view.vllm_config.parallel_config.pipeline_parallel_size == 1 else ()),
+            *(() if view.pipelined else kept.problems),
             *overwritten(kept.names, recorded.routes, reload),
         ],
         kept=kept.names,
@@ -170,29 +168,6 @@ def live_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         *model.named_buffers(remove_duplicate=False),
     )
     return {name: tensor.detach() for name, tensor in named}
-
-
-def _look_at_parameters(
-    view: WorkerView, routes: Routes, live: dict[str, torch.Tensor]
-) -> tuple[dict[str, StoredParam], dict[str, str]]:
-    """The MXFP8 parameters by name, and the parameters that can't be written in place, with the reason."""
-    modules = dict(view.model.named_modules(remove_duplicate=False))
-    stored: dict[str, StoredParam] = {}
-    unknown: dict[str, str] = {}
-    for buffer in routes.placements.buffers:
-        owner, _, attribute = buffer.name.rpartition(".")
-        module = modules[owner]
-        if is_mxfp8(module) and attribute.endswith("weight"):
-            found = stored_param(buffer, module, view.device, view.vllm_config.model_config.dtype)
-            if isinstance(found, StoredParam):
-                stored[buffer.name] = found
-            else:
-                unknown[buffer.name] = found
-            continue
-        layout, reason = layout_of(buffer, live.get(buffer.name), module, view)
-        if not layout:
-            unknown[buffer.name] = reason
-    return stored, unknown
 
 
 def _casts(routes: Routes, manifest: Manifest) -> Iterable[tuple[str, str]]:

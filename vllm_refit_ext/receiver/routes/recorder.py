@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_refit_ext.copies import Copies, Image, mutated, storage_id, tensors_in
 from vllm_refit_ext.core.affine import Dim, row_major
-from vllm_refit_ext.engine.created import Created
+from vllm_refit_ext.receiver.routes.created import Created
 
 aten = torch.ops.aten
 MAGIC = 1.0e300

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from torch import nn
 
 from vllm_refit_ext.copies import through
 from vllm_refit_ext.core.affine import Box, Dim, TooManyBoxesError, decompose
 from vllm_refit_ext.core.dtypes import CASTS
 from vllm_refit_ext.core.placement import Buffer, Placements
-from vllm_refit_ext.engine.created import Created
-from vllm_refit_ext.receiver.routes import coverage, reasons
+from vllm_refit_ext.receiver.routes import coverage
+from vllm_refit_ext.receiver.routes.created import Created
 from vllm_refit_ext.receiver.routes.recorder import Copy, Recorder, Write
 
 
@@ -51,8 +50,9 @@ class Routes(msgspec.Struct, frozen=True):
         chosen = frozenset(names)
         return {p: count if who <= chosen else 1 for p, (count, who) in self.filled.items() if who & chosen}
 
-    def __str__(self) -> str:
-        return reasons.describe(self)
+
+MayStay = Callable[[str, torch.Tensor, Created, int, bool], str]
+"""(name, tensor as created, all of them, elements that nothing fills, whether these are all) -> why that is right, else empty."""
 
 
 class _Region(msgspec.Struct):
@@ -74,8 +74,8 @@ class _Region(msgspec.Struct):
 class _Sorter:
     """Sorts the events of one recording: copies that stand, names that are computed, elements that nothing fills."""
 
-    def __init__(self, created: Created, recorder: Recorder, names: Sequence[str]) -> None:
-        self.created, self.recorder, self.names = created, recorder, names
+    def __init__(self, created: Created, recorder: Recorder, names: Sequence[str], may_stay: MayStay) -> None:
+        self.created, self.recorder, self.names, self.may_stay = created, recorder, names, may_stay
         self.computed = dict(recorder.computed)
         self.overwritten: dict[int, str] = {}
         self.unwritten: dict[str, str] = {}
@@ -186,7 +186,7 @@ class _Sorter:
         if not count:
             return
         total = int(np.prod(shape, dtype=np.int64))
-        reason = reasons.may_stay_unwritten(name, meta, self.created, count, count == total)
+        reason = self.may_stay(name, meta, self.created, count, count == total)
         if reason:
             self.exempt[name] = reason
         else:
@@ -203,7 +203,8 @@ def _nothing(depth: int) -> tuple[coverage.Int, coverage.Int]:
 
 
 def build(
-    model: nn.Module,
+    may_stay: MayStay,
+    why_dropped: Callable[[list[str]], dict[str, str]],
     created: Created,
     recorder: Recorder,
     names: Sequence[str],
@@ -212,8 +213,12 @@ def build(
     rank: int,
     began: float,
 ) -> Routes:
-    """The routes that a finished recording describes. `began` is when it started, by `time.perf_counter`."""
-    sorter = _Sorter(created, recorder, names)
+    """The routes that a finished recording describes.
+
+    may_stay: why elements may stay unfilled. why_dropped: a reason for each name of which nothing lands on this rank. `began` is
+    when it started, by `time.perf_counter`.
+    """
+    sorter = _Sorter(created, recorder, names, may_stay)
     rows: list[tuple[int, int, Box, int]] = []
     for region in sorter.sort():
         event = region.event
@@ -230,7 +235,7 @@ def build(
         for i in range(len(names))
         if i not in placed and i not in sorter.computed
     }
-    reasons_of = reasons.why_dropped(model, [names[i] for i, reason in dropped.items() if not reason])
+    reasons_of = why_dropped([names[i] for i, reason in dropped.items() if not reason])
     return Routes(
         _placements(rows, recorder, names, shapes, rank),
         {names[i]: reason for i, reason in sorted(sorter.computed.items())},

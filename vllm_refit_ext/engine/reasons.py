@@ -1,18 +1,14 @@
-"""Why a checkpoint tensor is not used on this rank, why a parameter may stay as it is, and routes as text for people."""
+"""Why a checkpoint tensor is not used on this rank, why a parameter may stay as it is."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from vllm_refit_ext.engine.created import Created
-
-if TYPE_CHECKING:
-    from vllm_refit_ext.receiver.routes.table import Routes
+from vllm_refit_ext.receiver.routes.created import Created
 
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "k_zero_point", "v_zero_point", "q_zero_point")
 """Placeholders of attention layers: they keep their defaults until a checkpoint with KV scales offers them. No kernel reads the
@@ -20,9 +16,6 @@ zero points, which compressed-tensors has beside them."""
 
 LOADED_BUFFERS = ("bias",)
 """Endings of buffers that checkpoints hold (router biases). Other buffers are constants of the model's construction."""
-
-MAX_LISTED = 3
-"""Names listed for each reason in `describe`."""
 
 
 def may_stay_unwritten(name: str, meta: torch.Tensor, created: Created, count: int, untouched: bool) -> str:
@@ -83,30 +76,3 @@ def _absent_experts(model: nn.Module) -> set[int]:
         if isinstance(table, torch.Tensor) and not table.is_meta:
             return {i for i, local in enumerate(table.tolist()) if local < 0}
     return set()
-
-
-def describe(routes: Routes) -> str:
-    """Routes in a few lines: how many tensors go where, and every kind of exception with its first names."""
-    table = routes.placements
-    moved = f"{len(table.names)} tensors into {len(table.buffers)} parameters by {len(table)} moves"
-    lines = [f"{moved}, recorded in {routes.seconds:.2f} s"]
-    sections: list[tuple[str, Mapping[str, Any]]] = [
-        ("computed by the loader (engine's own reload)", routes.computed),
-        ("not used on this rank", routes.dropped),
-        ("parameters left unwritten", routes.unwritten),
-        ("may stay unwritten", routes.exempt),
-        ("bytes moved between dtypes", routes.reinterpreted),
-    ]
-    for title, entries in sections:
-        if not entries:
-            continue
-        lines.append(f"{title}: {len(entries)}")
-        kinds: dict[str, list[str]] = {}
-        for name, reason in entries.items():
-            kinds.setdefault(re.sub(r"\d+", "*", str(reason)), []).append(name)
-        for kind, named in sorted(kinds.items(), key=lambda item: -len(item[1])):
-            more = f" and {len(named) - MAX_LISTED} more" if len(named) > MAX_LISTED else ""
-            lines.append(f"  {kind}: {', '.join(named[:MAX_LISTED])}{more}")
-    if routes.aliases:
-        lines.append("shared parameters: " + ", ".join(f"{other} is {name}" for other, name in routes.aliases.items()))
-    return "\n".join(lines)

@@ -11,13 +11,15 @@ config holds its scales in memory of its own. Putting back a copy of those would
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from vllm_refit_ext.engine import inventory
-from vllm_refit_ext.engine.worker_view import WorkerView
+
+if TYPE_CHECKING:
+    from vllm_refit_ext.engine.rank import EngineRank
 
 ABSORBED = ("W_UV", "W_UK_T", "W_UK", "W_K", "W_V", "W_K_scale", "W_V_scale")
 """Attributes that vLLM's latent attention makes from `kv_b_proj`."""
@@ -28,7 +30,7 @@ SMALL = 1 << 20
 class Derived:
     """The derived tensors of a rank's model as they are when it is prepared. written: every tensor that its writers fill."""
 
-    def __init__(self, view: WorkerView, written: Iterable[torch.Tensor]) -> None:
+    def __init__(self, view: EngineRank, written: Iterable[torch.Tensor]) -> None:
         self._absorbing = [
             m for m in view.model.modules() if absorbed(m) and isinstance(getattr(m, "kv_b_proj", None), nn.Module)
         ]
