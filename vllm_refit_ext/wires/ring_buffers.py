@@ -42,8 +42,8 @@ READY, DONE, STOP, REFUSED = range(4)
 owner writes the first and the last, the engine rank the others."""
 _EPOCH, _OWNER_STOP, _FIRST = 0, 1, 2
 SETS = 16
-_SPIN_S = 5e-3
-"""A bucket takes less than this, and a sleep that one asks for takes twice as long as asked: so long the wait only yields."""
+_SPIN_S = 2e-3
+"""A bucket takes less than this, and a pause longer than is asked for, be it none: so long the wait only looks."""
 _POLL_S = 50e-6
 _LOOK_S = 0.05
 
@@ -105,7 +105,8 @@ class Words:
                 what = "bytes of the trainer did not come" if which == READY else "an engine rank did not read on"
                 got = f"{self.read(engine, which, epoch)} messages"
                 raise DeadlineError(what, where=where, got=got, wanted=f"{least} before the deadline")
-            time.sleep(_POLL_S if now > begun + _SPIN_S else 0.0)
+            if now > begun + _SPIN_S:
+                time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Let go of the memory: what is still written goes nowhere."""
