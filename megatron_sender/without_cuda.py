@@ -1,7 +1,7 @@
-"""The ground that Megatron's modules are built on where CUDA or Transformer Engine is missing.
+"""Building Megatron's modules where CUDA or Transformer Engine is missing.
 
-Model code runs unchanged. What is replaced is what it asks of the machine while it is built: the current device, streams and
-memory figures, `device="cuda"` literals, and the random-number tracker. Nothing here computes with a weight.
+Model code runs unchanged. What is replaced is what it asks of the machine while it is built: the current device,
+`device="cuda"` literals, and the random-number tracker. Nothing here computes with a weight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,52 +97,6 @@ class _StandInFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, *args: Any) -> None: ...
-
-    def wait(self, *args: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
-
-
-class _Stream:
-    """A CPU does everything in order, so every stream is the same one and nothing ever has to wait."""
-
-    cuda_stream = priority = stream_id = device_index = 0
-    device = torch.device("cpu")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return 0, 0
-
-    def wait_stream(self, *args: Any) -> None: ...
-
-    def wait_event(self, *args: Any) -> None: ...
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *args: Any) -> None: ...
-
-
 class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
     """Megatron's modules, schedules, gradient clipping and scaler write `device="cuda"` literally."""
 
@@ -159,34 +113,11 @@ def _names_cuda(device: object) -> bool:
     return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
-def _answering(answer: Any) -> Callable[..., Any]:
-    """A new function for each name: torch.compile refuses one object that stands for functions with unlike rules."""
-    return lambda *args, **kwargs: answer
-
-
 def _answer_for_cuda(stack: contextlib.ExitStack) -> None:
-    answers: dict[str, Any] = {
-        "current_device": torch.device("cpu"),
-        "current_stream": _Stream(),
-        "default_stream": _Stream(),
-        "is_current_stream_capturing": False,
-        "get_device_capability": (0, 0),
-        "mem_get_info": (1 << 40, 1 << 40),
-        "memory_stats": {},
-    }
     # torch.manual_seed seeds the CPU generator itself, so the CUDA ones have nothing left to do.
-    for name in ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all"):
-        answers[name] = None
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        answers[name] = 0
-    answers["reset_peak_memory_stats"] = None
-    for name, answer in answers.items():
-        swap(stack, torch.cuda, name, _answering(answer))
-    swap(stack, torch.cuda, "Stream", _Stream)
-    swap(stack, torch.cuda, "Event", _Event)
-    swap(stack, torch.cuda, "stream", lambda *a, **k: contextlib.nullcontext())
-    for name in ("range_push", "range_pop"):
-        swap(stack, torch.cuda.nvtx, name, _answering(None))
+    for name in ("set_device", "manual_seed", "manual_seed_all"):
+        swap(stack, torch.cuda, name, lambda *a, **k: None)
+    swap(stack, torch.cuda, "current_device", lambda: torch.device("cpu"))
     for owner in (torch.cuda, torch.cuda.random):
         swap(stack, owner, "get_rng_state", lambda *a, **k: torch.get_rng_state())
         swap(stack, owner, "set_rng_state", lambda state, *a, **k: torch.set_rng_state(state))
