@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import time
 from collections import defaultdict
@@ -34,8 +33,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_refit_ext.core.errors import ConfigError, DeadlineError, RefitError, SessionError
-from vllm_refit_ext.engine import caches, guard
+from vllm_refit_ext.core.errors import DeadlineError, RefitError, SessionError
+from vllm_refit_ext.engine import caches, guard, needed
 from vllm_refit_ext.engine.follow import WAKE, Follower
 
 MARK = "refit-torn: "
@@ -57,9 +56,6 @@ PARAMETERS = {
 }
 """Of the calls whose arguments are read here; they may come by position."""
 STEPS = ("step", "step_with_batch_queue")
-METHODS = ("collective_rpc", "preprocess_add_request", "add_request", "reset_prefix_cache", "reset_encoder_cache", *STEPS)
-ATTRIBUTES = (("EngineCore", "request_block_hasher"), ("Request", "cache_salt"), ("Request", "block_hashes"))
-"""What constructors set and `caches` uses."""
 
 
 class CoreGuard:
@@ -228,25 +224,14 @@ def ask_workers(executor: Any, realign: bool) -> list[guard.WorkerMark]:
     return marks
 
 
-def lacking(module: Any) -> list[str]:
-    """Names that the guard needs and vLLM's `v1.engine.core` module has not."""
-    methods = [("EngineCore", name) for name in METHODS] + [("EngineCoreProc", "_handle_client_request")]
-    return [f"{owner}.{name}" for owner, name in methods if not callable(getattr(getattr(module, owner, None), name, None))] + [
-        f"{owner}.{name}"
-        for owner, name in ATTRIBUTES
-        if name not in inspect.unwrap(getattr(module, owner).__init__).__code__.co_names
-    ]
-
-
 def wrap(module: Any) -> None:
     """Wrap `EngineCore` of vLLM's `v1.engine.core` module. Idempotent. Raises `ConfigError` if it is not the class that we
-    know; every prepare does so too (`versions`).
+    know; every prepare does so too (`needed`).
     """
     core_class = module.EngineCore
     if hasattr(core_class, "_refit_wrapped"):
         return
-    if missing := lacking(module):
-        raise ConfigError("vLLM's engine lacks what guards a refit", where=module.__name__, got="no " + ", ".join(missing))
+    needed.require(needed.CORE, module)
     native_rpc, native_add, native_make = core_class.collective_rpc, core_class.add_request, core_class.preprocess_add_request
 
     @functools.wraps(native_rpc)

@@ -16,7 +16,8 @@ import functools
 from http import HTTPStatus
 from typing import Any
 
-from vllm_refit_ext.core.errors import ConfigError, Problem, TornError
+from vllm_refit_ext.core.errors import Problem, TornError
+from vllm_refit_ext.engine import needed
 from vllm_refit_ext.engine.core_hook import MARK
 from vllm_refit_ext.engine.guard import DO
 
@@ -62,11 +63,7 @@ def wrap(module: Any) -> None:
     processor_class = module.OutputProcessor
     if hasattr(processor_class, "_refit_wrapped"):
         return
-    missing = [name for name in ("process_outputs", "abort_requests") if not callable(getattr(processor_class, name, None))]
-    if missing:
-        raise ConfigError(
-            "vLLM's front lacks methods that report a torn engine", where="OutputProcessor", got="no " + ", ".join(missing)
-        )
+    needed.require(needed.OUTPUT_PROCESSOR, module)
     native = processor_class.process_outputs
 
     @functools.wraps(native)
@@ -106,13 +103,7 @@ def wrap_client(module: Any) -> None:
     client_class = module.DPLBAsyncMPClient
     if hasattr(client_class, "_refit_wrapped"):
         return
-    missing = [name for name in ("call_utility_async", "_call_utility_async") if not callable(getattr(client_class, name, None))]
-    if missing:
-        raise ConfigError(
-            "vLLM's front lacks methods that reach data parallel replicas",
-            where="DPLBAsyncMPClient",
-            got="no " + ", ".join(missing),
-        )
+    needed.require(needed.CORE_CLIENT, module)
     native = client_class.call_utility_async
 
     @functools.wraps(native)

@@ -14,7 +14,7 @@ import inspect
 from dataclasses import dataclass
 
 from vllm_refit_ext.core.errors import ConfigError, Problem
-from vllm_refit_ext.engine import core_hook
+from vllm_refit_ext.engine import needed
 
 TESTED = ("0.24", "0.32", "0.33")
 WANTED = "vLLM 0.24.x, 0.32.x or 0.33.x (0.25 to 0.31 where their signatures equal one of these)"
@@ -40,15 +40,6 @@ _GENERATIONS = {
     "0.24": (("config", "parallel_config", "model"), ("is_checkpoint_format",)),
     "0.32": (("config", "vllm_config", "device", "model"), ()),
 }
-_RELOAD = (
-    "LAYERWISE_INFO",
-    "initialize_layerwise_reload",
-    "finalize_layerwise_reload",
-    "_place_kernel_tensors",
-    "_layerwise_process",
-    "get_numel_loaded",
-    "materialize_layer",
-)
 
 
 def parameters(function: object) -> tuple[str, ...]:
@@ -78,7 +69,7 @@ def choose(version: str, engine: tuple[str, ...], start: tuple[str, ...], missin
             ", ".join(start) or "no parameters",
             "is_checkpoint_format; or no parameters",
         ),
-        *(Problem("a name that a refit needs is gone", name) for name in missing),
+        *needed.problems(missing),
     ]
     raise ConfigError.of(problems, "this vLLM does not fit the refit extension")
 
@@ -92,19 +83,15 @@ def adapter() -> Adapter:
     try:
         import vllm
         from vllm.distributed.weight_transfer.base import WeightTransferEngine
-        from vllm.model_executor.model_loader.reload import layerwise
-        from vllm.v1.engine import core
         from vllm.v1.worker.gpu_worker import Worker
     except ImportError as error:
         raise ConfigError(
             "vLLM's weight transfer can't be imported", where="vllm", got=error, wanted=WANTED, do="install a supported vLLM"
         ) from error
     start = getattr(Worker, "start_weight_update", None)
-    missing = [f"{layerwise.__name__}.{name}" for name in _RELOAD if not hasattr(layerwise, name)]
-    missing += [f"{core.__name__}.{name}" for name in core_hook.lacking(core)]
     return choose(
         str(getattr(vllm, "__version__", "")),
         parameters(WeightTransferEngine.__init__),
         parameters(start) if start is not None else ("(absent)",),
-        missing,
+        [gone for name in needed.NEEDED for gone in needed.lacking(name)],
     )
