@@ -88,6 +88,7 @@ def test_one_copy_crosses_to_a_host_of_two_engines(two, folders, wanted, bucket)
         assert {int(e): n for e, n in rank["report"]["sent"].items()} == {e: n for e, n in landed.items() if n}
 
 
+@pytest.mark.long
 def test_two_copies_cross_to_two_hosts(two, folders, wanted) -> None:
     urls = put(two, "host", "other host")
     found = run_ranks(cycle_apart, 2, str(folders[1]), {"ep": 2}, urls, 200_000, timeout=300)

@@ -17,7 +17,7 @@ from vllm_refit_ext.core.errors import Problem, VerifyError
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.wires.boxes import Memory, as_bytes, box_view, source_view, target_view, wait_for
+from vllm_refit_ext.wires.boxes import Memory, as_bytes, box_view, source_view, target_view
 from vllm_refit_ext.wires.coded import CODES, ScaleMoves, dequantise, gather_scales
 
 Reload = Callable[[Iterator[tuple[str, torch.Tensor]], list[str]], None]
@@ -121,7 +121,6 @@ class ReloadWriter:
         for move in moves:
             box = target_view(self.plan, move, memory)
             box.copy_(source_view(self.plan, move, reader))
-            wait_for(self._device)  # the next move's source may come to lie where this one's was
             if self.note is not None:
                 self.note(move, box)
         return tensor

@@ -28,7 +28,8 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def memory(self, buffer: int) -> torch.Tensor:
-        """The bytes of source buffer `buffer`, uint8 [nbytes], once they are there. Raises WireError, DeadlineError."""
+        """The bytes of source buffer `buffer`, uint8 [nbytes], once they are there. Whoever fills that memory again does so
+        behind what was launched on the current stream by then. Raises WireError, DeadlineError."""
 
     def address(self, buffer: int) -> int | None:
         """The address of source buffer `buffer` for kernels of this device, or None where `memory` is to be asked."""
