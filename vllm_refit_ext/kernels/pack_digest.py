@@ -53,6 +53,7 @@ def pack_digest(packer: Packer, owner: int, move: DigestMove) -> None:
     else:
         buffer, offset = content.at.buffer, content.at.offset
         packer.touch_box(owner, content, writes=False)
+        first *= words_of(itemsize(content.dtype))  # a place is counted in words
         kind = (content.dtype, content.shape, content.strides, flat)
     key = (*kind, offset % WIDE, packer.alignment.get(buffer, WIDE))
     if key not in packer.kinds:
