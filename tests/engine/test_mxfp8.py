@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from examples.support.tiny_model import save_model
 from tests.support.engines import open_llm
 from tests.support.loose_sender import LooseSender
+from tests.support.mxfp8_tensors import quantize
 from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.core.coded import SENT_SCALE
 from vllm_refit_ext.core.errors import PlanError
 from vllm_refit_ext.core.manifest import TensorSpec
-from vllm_refit_ext.kernels.mxfp8 import quantize
 
 pytestmark = pytest.mark.engine
 

@@ -13,11 +13,11 @@ from examples.support.tiny_model import save_model
 from tests.engine.test_mxfp8 import SETTINGS, live, same, weights
 from tests.support.engines import open_llm
 from tests.support.loose_sender import LooseSender
+from tests.support.mxfp8_tensors import quantize
 from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.core.coded import SENT_SCALE
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.manifest import TensorSpec
-from vllm_refit_ext.kernels.mxfp8 import quantize
 
 pytestmark = pytest.mark.engine
 

@@ -9,12 +9,12 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from tests.support.mxfp8_tensors import quantize, to_canonical  # noqa: E402
 from tests.unit.kernels import checks  # noqa: E402
 from tests.unit.kernels.suite import *  # noqa: E402, F403
 from vllm_refit_ext.core import layouts, mxfp8  # noqa: E402
 from vllm_refit_ext.core.layouts import Stored  # noqa: E402
 from vllm_refit_ext.kernels.moves import At, CopyMove, DigestMove, QuantizeMove, Stack, StoredBox, contiguous  # noqa: E402
-from vllm_refit_ext.kernels.mxfp8 import quantize, to_canonical  # noqa: E402
 from vllm_refit_ext.kernels.table import Table  # noqa: E402
 from vllm_refit_ext.kernels.verify import verify  # noqa: E402
 

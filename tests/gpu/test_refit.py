@@ -19,10 +19,10 @@ from safetensors.torch import load_file  # noqa: E402
 from examples.support.tiny_model import save_model  # noqa: E402
 from tests.support.gpu_engine import GRAPHS, ROOT, Engine  # noqa: E402
 from tests.support.loose_sender import LooseSender  # noqa: E402
+from tests.support.mxfp8_tensors import quantize  # noqa: E402
 from vllm_refit_ext.core.coded import SENT_SCALE  # noqa: E402
 from vllm_refit_ext.core.errors import RefitError  # noqa: E402
 from vllm_refit_ext.core.manifest import TensorSpec  # noqa: E402
-from vllm_refit_ext.kernels.mxfp8 import quantize  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.mxfp8_layouts import stored_for, to_kernel
 from vllm_refit_ext.core.coded import PLAIN, SCALE_OF, Coding
 from vllm_refit_ext.core.errors import LayoutError
-from vllm_refit_ext.core.layouts import Stored, layout_of, stored_for, to_kernel
+from vllm_refit_ext.core.layouts import Stored, layout_of
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.mxfp8 import quantize
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements

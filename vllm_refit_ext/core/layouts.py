@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_refit_ext.core.errors import LayoutError
-from vllm_refit_ext.core.mxfp8 import BLOCK, Bytes, check_k, check_pair
+from vllm_refit_ext.core.mxfp8 import BLOCK, check_k
 
 Int = NDArray[np.int64]
 
@@ -59,13 +59,11 @@ class Layout:
     """One layout. Offsets are bytes from the matrix's first byte; `row` and `k` are canonical indices into the stored matrix.
 
     value_row(stored, row) + value_col(stored, k) and scale_row(stored, row) + scale_col(stored, block) give offsets; value_shape
-    and scale_shape are the uint8 shapes of one matrix. `row_multiple` divides the stored rows. `pad_scale` is the scale byte that
-    the engine's own post-load step gives to padded elements.
+    and scale_shape are the uint8 shapes of one matrix. `row_multiple` divides the stored rows.
     """
 
     name: str
     row_multiple: int
-    pad_scale: int
     value_row: Offsets
     value_col: Offsets
     scale_row: Offsets
@@ -134,7 +132,6 @@ LAYOUTS: dict[str, Layout] = {
         Layout(
             name="plain",
             row_multiple=1,
-            pad_scale=127,
             value_row=lambda stored, r: r * stored.cols,
             value_col=lambda stored, k: k,
             scale_row=lambda stored, r: r * stored.blocks,
@@ -145,7 +142,6 @@ LAYOUTS: dict[str, Layout] = {
         Layout(
             name="linear_128x4",
             row_multiple=1,
-            pad_scale=0,
             value_row=lambda stored, r: r * stored.cols,
             value_col=lambda stored, k: k,
             scale_row=_blocked_scale_row,
@@ -156,7 +152,6 @@ LAYOUTS: dict[str, Layout] = {
         Layout(
             name="trtllm_moe",
             row_multiple=128,
-            pad_scale=127,
             value_row=lambda stored, r: shuffled_row(stored, r) * stored.cols,
             value_col=lambda stored, k: k,
             scale_row=lambda stored, r: _blocked_scale_row(stored, shuffled_row(stored, r)),
@@ -167,7 +162,6 @@ LAYOUTS: dict[str, Layout] = {
         Layout(
             name="marlin",
             row_multiple=64,
-            pad_scale=0,
             value_row=_marlin_value_row,
             value_col=_marlin_value_col,
             scale_row=_marlin_scale_row,
@@ -186,112 +180,3 @@ def layout_of(name: str) -> Layout:
             "unknown layout", got=repr(name), wanted=", ".join(LAYOUTS), do="let the engine reload this parameter itself"
         )
     return LAYOUTS[name]
-
-
-def to_kernel(
-    layout: str,
-    codes: Bytes,
-    scales: Bytes,
-    *,
-    gated: bool = False,
-    stored: tuple[int, int] | None = None,
-    pad_scale: int | None = None,
-) -> tuple[Bytes, Bytes]:
-    """Canonical codes [..., N, K] and scales [..., N, K/32] to the bytes that the engine's kernels read, per matrix of the stack.
-
-    `gated` marks a fused [gate; up] matrix. `stored` is the padded (rows, K) of the engine; by default the rows are rounded up to
-    what the layout needs and K stays. Padding gets code 0 and scale byte `pad_scale` (default: the layout's own). Bytes that only
-    fill up a block of 128 x 4 scales are 0.
-
-    Returns uint8 arrays [..., *value_shape] and [..., *scale_shape]. Raises LayoutError for shapes or dtypes that don't fit.
-    """
-    form = layout_of(layout)
-    check_pair(codes, scales, layout)
-    if codes.ndim < 2:
-        raise LayoutError("a layout takes matrices", where=layout, got=f"shape {codes.shape}", wanted="[..., N, K]")
-    grid = stored_for(layout, codes.shape[-2], codes.shape[-1], gated=gated, stored=stored)
-    fill = form.pad_scale if pad_scale is None else pad_scale
-    codes, scales = _pad(codes, grid, grid.cols, 0), _pad(scales, grid, grid.blocks, fill)
-    values = _scatter(codes, form.value_row, form.value_col, grid, form.value_shape(grid))
-    return values, _scatter(scales, form.scale_row, form.scale_col, grid, form.scale_shape(grid))
-
-
-def to_canonical(
-    layout: str, values: Bytes, scale_bytes: Bytes, *, gated: bool = False, shape: tuple[int, int] | None = None
-) -> tuple[Bytes, Bytes]:
-    """The inverse of `to_kernel`: codes [..., N, K] and scales [..., N, K/32] of a stack of matrices as the engine holds them.
-
-    `values` and `scale_bytes` are uint8 in the shapes that `to_kernel` returns; `shape` is the canonical (N, K) when the engine
-    holds more. Raises LayoutError for shapes or dtypes that don't fit.
-    """
-    form = layout_of(layout)
-    if values.dtype != np.uint8 or scale_bytes.dtype != np.uint8:
-        raise LayoutError(
-            "kernel layouts are bytes",
-            where=layout,
-            got=f"{values.dtype}, {scale_bytes.dtype}",
-            wanted="uint8",
-            do="view, don't convert",
-        )
-    if values.ndim < 2:
-        raise LayoutError("a layout holds matrices", where=layout, got=f"shape {values.shape}", wanted="[..., rows, bytes]")
-    lead, (a, b) = values.shape[:-2], values.shape[-2:]
-    grid = Stored(b // 16, a * 16, gated) if layout == "marlin" else Stored(a, b, gated)
-    form.check(grid)
-    wanted = (*lead, *form.scale_shape(grid))
-    if scale_bytes.shape != wanted:
-        raise LayoutError("scale bytes don't fit the values", where=layout, got=scale_bytes.shape, wanted=wanted)
-    n, k = shape or (grid.rows, grid.cols)
-    stored_for(layout, n, k, gated=gated, stored=(grid.rows, grid.cols))
-    codes = _gather(values, form.value_row, form.value_col, grid, grid.cols, len(form.value_shape(grid)))
-    scales = _gather(scale_bytes, form.scale_row, form.scale_col, grid, grid.blocks, len(form.scale_shape(grid)))
-    return _unpad(codes, grid, n, k), _unpad(scales, grid, n, k // BLOCK)
-
-
-def stored_for(layout: str, rows: int, cols: int, *, gated: bool = False, stored: tuple[int, int] | None = None) -> Stored:
-    """The stored size of a canonical rows x cols matrix: `stored` if given, else the least size that the layout takes.
-
-    Raises LayoutError where that is smaller than the matrix, or not a size of the layout.
-    """
-    form = layout_of(layout)
-    check_k(cols, layout)
-    grid = Stored(*stored, gated) if stored else Stored(_ceil(rows, form.row_multiple), cols, gated)
-    form.check(grid)
-    if grid.rows < rows or grid.cols < cols or (gated and (rows % 2 or grid.rows % 2)):
-        raise LayoutError(
-            "the matrix does not fit what the engine holds",
-            where=layout,
-            got=(rows, cols),
-            wanted=f"at most {(grid.rows, grid.cols)}",
-        )
-    return grid
-
-
-def _pad(array: Bytes, grid: Stored, width: int, fill: int) -> Bytes:
-    halves = 2 if grid.gated else 1
-    *lead, n, k = array.shape
-    parts = array.reshape(*lead, halves, n // halves, k)
-    padded = np.full((*lead, halves, grid.rows // halves, width), fill, dtype=np.uint8)
-    padded[..., : n // halves, :k] = parts
-    return padded.reshape(*lead, grid.rows, width)
-
-
-def _unpad(array: Bytes, grid: Stored, n: int, k: int) -> Bytes:
-    halves = 2 if grid.gated else 1
-    parts = array.reshape(*array.shape[:-2], halves, grid.rows // halves, array.shape[-1])
-    return np.ascontiguousarray(parts[..., : n // halves, :k]).reshape(*array.shape[:-2], n, k)
-
-
-def _scatter(array: Bytes, row: Offsets, col: Offsets, grid: Stored, shape: tuple[int, ...]) -> Bytes:
-    flat = np.zeros((*array.shape[:-2], int(np.prod(shape))), dtype=np.uint8)
-    flat[..., _offsets(row, col, grid, array.shape[-1])] = array
-    return flat.reshape(*array.shape[:-2], *shape)
-
-
-def _gather(stored_bytes: Bytes, row: Offsets, col: Offsets, grid: Stored, width: int, ndim: int) -> Bytes:
-    flat = stored_bytes.reshape(*stored_bytes.shape[: stored_bytes.ndim - ndim], -1)
-    return np.ascontiguousarray(flat[..., _offsets(row, col, grid, width)])
-
-
-def _offsets(row: Offsets, col: Offsets, grid: Stored, width: int) -> Int:
-    return row(grid, np.arange(grid.rows))[:, None] + col(grid, np.arange(width))[None, :]

@@ -71,23 +71,6 @@ def quantize(x: Floats, rule: Rule = "ceil", *, name: str = "", allow_nonfinite:
     return codes.reshape(x.shape), scales
 
 
-def dequantize(codes: Bytes, scales: Bytes) -> Floats:
-    """Values float32 [..., K] of codes uint8 [..., K] and scales uint8 [..., K/32]; a scale byte 255 gives NaN.
-
-    Raises LayoutError for dtypes other than uint8 or shapes that don't belong together.
-    """
-    check_pair(codes, scales)
-    blocks = decode_e4m3(codes).reshape(*scales.shape, BLOCK)
-    # Two steps keep each factor a normal float32, whatever the byte; both are powers of two.
-    power = scales.astype(np.int32) - 127
-    half = power // 2
-    with np.errstate(over="ignore", under="ignore"):
-        values = blocks * np.ldexp(np.float32(1), half)[..., None] * np.ldexp(np.float32(1), power - half)[..., None]
-    values[scales == 255] = np.nan
-    flat: Floats = values.astype(np.float32).reshape(codes.shape)
-    return flat
-
-
 def scale_byte(amax: NDArray[np.uint32], rule: Rule = "ceil") -> Bytes:
     """The scale byte of blocks whose largest magnitudes have the float32 bits `amax` (sign bit clear)."""
     if rule == "ceil":  # noqa: SIM108
@@ -114,11 +97,6 @@ def encode_e4m3(y: Floats) -> Bytes:
     return (code | ((bits >> 24) & 0x80).astype(np.int32)).astype(np.uint8)
 
 
-def decode_e4m3(codes: Bytes) -> Floats:
-    """Values float32 of E4M3 codes, same shape."""
-    return _VALUES[codes]
-
-
 def check_rule(rule: str) -> None:
     """Raise LayoutError unless `rule` is one of RULES."""
     if rule not in RULES:
@@ -135,27 +113,3 @@ def check_k(k: int, name: str = "") -> None:
             wanted="a positive multiple of 32",
             do="move the cut along K",
         )
-
-
-def check_pair(codes: Bytes, scales: Bytes, name: str = "") -> None:
-    """Raise LayoutError unless codes uint8 [..., K] and scales uint8 [..., K/32] belong together."""
-    for what, array in (("codes", codes), ("scales", scales)):
-        if array.dtype != np.uint8:
-            raise LayoutError(
-                f"{what} must be given as bytes", where=name, got=array.dtype, wanted="uint8", do="view, don't convert"
-            )
-    check_k(codes.shape[-1] if codes.ndim else 0, name)
-    wanted = (*codes.shape[:-1], codes.shape[-1] // BLOCK)
-    if scales.shape != wanted:
-        raise LayoutError("scales don't fit the codes", where=name, got=f"scales {scales.shape}", wanted=str(wanted))
-
-
-def _values() -> Floats:
-    code = np.arange(256)
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    value = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * np.exp2(exponent - 10.0))
-    value[(code & 0x7F) == CODE_NAN] = np.nan
-    return np.where(code & 0x80, -value, value).astype(np.float32)
-
-
-_VALUES = _values()

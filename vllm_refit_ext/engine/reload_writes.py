@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_refit_ext.copies import storage_id
 from vllm_refit_ext.core.errors import RefitError
 
-WITHOUT_STORAGE = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
-
 Kept = tuple[str, Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]
 """(attribute, operation, the view's size, stride and offset, further arguments, named arguments)."""
 

@@ -7,6 +7,7 @@ Sizes and positions count elements, offsets and strides count bytes (as in `core
 from __future__ import annotations
 
 import msgspec
+import torch
 
 from vllm_refit_ext.core.dtypes import CASTS, itemsize
 from vllm_refit_ext.core.errors import LayoutError
@@ -225,3 +226,11 @@ class StoredBox(msgspec.Struct, frozen=True):
 
 
 Move = CopyMove | QuantizeMove | ShuffleMove
+
+
+def strided(tensor: torch.Tensor, buffer: int) -> Strided:
+    """The box of a tensor's elements when `buffer` is bound to the tensor itself."""
+    size = tensor.element_size()
+    return Strided(
+        At(buffer), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(s * size for s in tensor.stride())
+    )

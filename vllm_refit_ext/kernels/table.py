@@ -254,3 +254,13 @@ class _Touched:
                 wanted="separate memory: every move is a single pass",
                 do="stage the source elsewhere",
             )
+
+
+def check_finite(table: Table) -> None:
+    """Raise LayoutError that names the tensors in which the table's last launch met NaN or Inf. Waits for the stream."""
+    bad = table.nonfinite()
+    if bad:
+        names = sorted({table.moves[i].name or f"move {i}" for i in bad})
+        raise LayoutError(
+            "NaN or Inf in a tensor to quantise", where=", ".join(names), got=f"{len(names)} tensor(s)", wanted="finite values"
+        )

@@ -18,8 +18,7 @@ from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.kernels import torch_moves
 from vllm_refit_ext.kernels.moves import At, Stack
-from vllm_refit_ext.kernels.mxfp8 import check_finite
-from vllm_refit_ext.kernels.table import Table, alignment_of, bound
+from vllm_refit_ext.kernels.table import Table, alignment_of, bound, check_finite
 from vllm_refit_ext.kernels.verify import verify
 from vllm_refit_ext.receiver.engine import StoredParam
 from vllm_refit_ext.receiver.kernel_moves import KernelMoves, Side, kernel_moves, matrices, target_buffers

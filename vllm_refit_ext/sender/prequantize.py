@@ -20,9 +20,8 @@ from vllm_refit_ext.core.layouts import Stored
 from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.core.mxfp8 import BLOCK
 from vllm_refit_ext.core.placement import Buffer, Placements, concatenate
-from vllm_refit_ext.kernels.moves import At, QuantizeMove, Stack
-from vllm_refit_ext.kernels.mxfp8 import check_finite, strided
-from vllm_refit_ext.kernels.table import Table, bound
+from vllm_refit_ext.kernels.moves import At, QuantizeMove, Stack, strided
+from vllm_refit_ext.kernels.table import Table, bound, check_finite
 
 CODES = "float8_e4m3fn"
 QUANTISABLE = ("bfloat16", "float32")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tests.support import mxfp8_layouts
 from vllm_refit_ext.core import layouts, mxfp8
 from vllm_refit_ext.core.digest import digest
 from vllm_refit_ext.core.layouts import Stored
@@ -174,7 +175,7 @@ def check_shuffle(way, layout, stored, *, gated=False, count=2, shift=0):
     way.run(moves, [memory, values, scales, source_scales])
     compare(values, scales, expect(layout, grid, codes, bytes_, written))
 
-    whole = layouts.to_kernel(layout, codes, bytes_, gated=gated)
+    whole = mxfp8_layouts.to_kernel(layout, codes, bytes_, gated=gated)
     back, back_scales = torch.zeros(codes.shape, dtype=torch.uint8), torch.zeros(bytes_.shape, dtype=torch.uint8)
     back, back_scales = back.to(way.device), back_scales.to(way.device)
     inverse = ShuffleMove(
@@ -278,7 +279,7 @@ def check_digest_of_layout(way, layout, gated):
     rng = np.random.default_rng(2)
     codes = rng.integers(0, 256, (2, 256, 224), dtype=np.uint8)
     bytes_ = rng.integers(0, 256, (2, 256, 7), dtype=np.uint8)
-    values, scales = (torch.from_numpy(a).to(way.device) for a in layouts.to_kernel(layout, codes, bytes_, gated=gated))
+    values, scales = (torch.from_numpy(a).to(way.device) for a in mxfp8_layouts.to_kernel(layout, codes, bytes_, gated=gated))
     stack = Stack(layout, At(0), At(1), stored, 2)
     moves = [
         DigestMove(StoredBox(stack, (0, 0, 0), (2, 256, 224)), (2, 256, 224), (0, 0, 0), 0),
@@ -293,44 +294,6 @@ def check_digest_of_layout(way, layout, gated):
         digest(bytes_[1, 30:130, 1:4], shape=(400, 20), start=(9, 2)),
     ]
     assert way.run(moves, [values, scales]).digest_values() == want
-
-
-def check_moe_shuffle(way, *, gated=True, fused=False, layout="trtllm_moe"):
-    """Separate or fused sources, a subset of experts in any order; other experts keep their bytes."""
-    from vllm_refit_ext.kernels.mxfp8 import moe_shuffle
-
-    experts, inner, hidden = 4, 128, 160
-    rows = 2 * inner if gated else inner
-    rng = np.random.default_rng(4)
-    chosen = [3, 0]
-
-    def make(r, k):
-        return rng.integers(0, 256, (2, r, k), dtype=np.uint8), rng.integers(0, 256, (2, r, k // 32), dtype=np.uint8)
-
-    def sent(pair):
-        return tuple(torch.from_numpy(a).to(way.device) for a in pair)
-
-    w13, w2 = make(rows, hidden), make(hidden if layout != "trtllm_moe" else 256, inner)
-    grids = {"w13": Stored(rows, hidden, gated), "w2": Stored(w2[0].shape[1], inner)}
-    if layout == "marlin":
-        w2 = tuple(a[:, :128] for a in w2)
-        grids["w2"] = Stored(128, inner)
-    (_, v13, s13), (_, v2, s2) = (engine(layout, grids[n], experts, way.device) for n in ("w13", "w2"))
-    if fused or not gated:
-        sources = {"up": sent(w13), "fused": fused}
-    else:
-        sources = {
-            "gate": list(zip(*sent(tuple(a[:, :inner] for a in w13)), strict=True)),
-            "up": sent(tuple(a[:, inner:] for a in w13)),
-        }
-    moe_shuffle((v13, s13), (v2, s2), down=sent(w2), experts=chosen, layout=layout, backend=way.backend, **sources)
-    for values, scales, name, pair in ((v13, s13, "w13", w13), (v2, s2, "w2", w2)):
-        grid = grids[name]
-        codes = np.zeros((experts, grid.rows, grid.cols), np.uint8)
-        bytes_ = np.zeros((experts, grid.rows, grid.blocks), np.uint8)
-        written = np.zeros(bytes_.shape, bool)
-        codes[chosen], bytes_[chosen], written[chosen] = pair[0], pair[1], True
-        compare(values, scales, expect(layout, grid, codes, bytes_, written))
 
 
 QUANTIZE = [

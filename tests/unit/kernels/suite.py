@@ -55,8 +55,3 @@ def test_digest(way):
 @pytest.mark.parametrize("layout", checks.LAYOUTS)
 def test_digest_of_a_layout(way, layout, gated):
     checks.check_digest_of_layout(way, layout, gated)
-
-
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"gated": False}, {"layout": "marlin"}])
-def test_moe_shuffle(way, options):
-    checks.check_moe_shuffle(way, **options)
