@@ -97,6 +97,12 @@ class _StandInFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _Unused:
+    """A stream or event that a module makes when it is built and would use when it computes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+
 class _CudaMeansCpu(torch.overrides.TorchFunctionMode):
     """Megatron's modules, schedules, gradient clipping and scaler write `device="cuda"` literally."""
 
@@ -118,6 +124,8 @@ def _answer_for_cuda(stack: contextlib.ExitStack) -> None:
     for name in ("set_device", "manual_seed", "manual_seed_all"):
         swap(stack, torch.cuda, name, lambda *a, **k: None)
     swap(stack, torch.cuda, "current_device", lambda: torch.device("cpu"))
+    for name in ("Stream", "Event", "current_stream", "default_stream"):
+        swap(stack, torch.cuda, name, _Unused)
     for owner in (torch.cuda, torch.cuda.random):
         swap(stack, owner, "get_rng_state", lambda *a, **k: torch.get_rng_state())
         swap(stack, owner, "set_rng_state", lambda state, *a, **k: torch.set_rng_state(state))

@@ -125,6 +125,7 @@ def test_memory_of_30b_is_the_arithmetic(found: dict[str, list[str]]) -> None:
 
 
 def test_the_entry_asks_the_planner_in_a_process_of_its_own() -> None:
+    """Where nothing of a trainer on a CPU was installed before, unlike in the processes that `run_ranks` forks."""
     from megatron_sender.preflight import find_violations
 
     found = find_violations(recipe(engines=engine(tp=16), refit={"mode": "direct"}))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from vllm_refit_ext.core.errors import ConfigError
@@ -110,10 +111,14 @@ def _gpus(recipe: Recipe, engines: int) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def engine_routes_of(recipe: Recipe, engine: Engine, manifest: Manifest) -> list[Routes]:
-    """Routes of each rank of one engine; engines of one shape share them."""
+    """Routes of each rank of one engine. Data parallel copies of a model without experts are alike."""
+    from megatron_sender.preflight import model_of
     from vllm_refit_ext.engine.offline import engine_routes
 
     e, config = engine, recipe.model.hf_config
+    model, _ = model_of(recipe)
+    if e.dp > 1 and model is not None and not model.experts:
+        return engine_routes_of(recipe, msgspec.structs.replace(e, dp=1), manifest) * e.dp
     entries = {name: (spec.shape, spec.dtype) for name, spec in manifest.tensors.items()}
     return [
         engine_routes(config, entries, tp=e.tp, ep=e.ep > 1, pp=e.pp, dp=e.dp, rank=rank, dtype=e.dtype)
