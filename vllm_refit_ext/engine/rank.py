@@ -22,7 +22,7 @@ from vllm_refit_ext.engine.derived import Derived
 from vllm_refit_ext.engine.live_layout import look_at
 from vllm_refit_ext.engine.record import record_routes
 from vllm_refit_ext.engine.stored import config_scale, has_config, is_mxfp8
-from vllm_refit_ext.engine.versions import adapter
+from vllm_refit_ext.engine.versions import version
 from vllm_refit_ext.receiver.engine import StoredParam
 from vllm_refit_ext.receiver.routes.table import Routes
 
@@ -92,7 +92,7 @@ class EngineRank:
     @property
     def name(self) -> str:
         """See `Engine`, as for all that follows."""
-        return f"vllm {adapter().version}"
+        return f"vllm {version()}"
 
     @property
     def dtype(self) -> str:

@@ -70,21 +70,21 @@ def open_handler(view: Engine) -> Handler:
 class RefitEngine:
     """A weight-transfer engine for both generations of vLLM, and the holder of one rank's seam.
 
-    vLLM constructs it as a backend with the parameters of its generation (`versions.adapter`); `install` makes it from a worker.
+    vLLM constructs it as a backend with the parameters of its generation (`versions`); `install` makes it from a worker.
     """
 
     supports_draft_weight_update = False
     defers_processing = False
 
     def __init__(self, config: Any, *parts: Any) -> None:
-        found = versions.adapter()
+        found = versions.version()
         worker = _making_worker()
         if worker is None:
             do = "load the extension instead: --worker-extension-cls vllm_refit_ext.RefitWorkerExtension"
             raise ConfigError(
                 "the backend `refit` was made outside of a vLLM worker",
                 where="weight_transfer_config",
-                got=f"vLLM {found.version}",
+                got=f"vLLM {found}",
                 do=do,
             )
         self.config = config
@@ -93,7 +93,7 @@ class RefitEngine:
     @classmethod
     def of_worker(cls, worker: Any) -> RefitEngine:
         """The engine of a worker that was started without this backend."""
-        versions.adapter()
+        versions.version()
         engine = cls.__new__(cls)
         engine.config = None
         engine._bind(worker)
