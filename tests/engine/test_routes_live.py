@@ -11,8 +11,8 @@ import pytest
 
 from tests.engine.routes_support import Entries, checkpoint_entries, config
 from tests.support.engines import choose_layouts
+from tests.support.inventory import inventory
 from vllm_refit_ext.core.errors import RouteError
-from vllm_refit_ext.engine.inventory import inventory
 from vllm_refit_ext.engine.offline import engine_routes
 from vllm_refit_ext.engine.record import record_routes
 

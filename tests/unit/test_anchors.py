@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.inventory import inventory
 from vllm_refit_ext.engine.anchors import Anchors
-from vllm_refit_ext.engine.inventory import everything, inventory
+from vllm_refit_ext.engine.inventory import everything
 
 
 def layer() -> nn.Module:

@@ -209,10 +209,10 @@ def absent(folder: str) -> list[tuple[str, str, float]]:
 def test_a_rank_that_comes_too_late_is_named_on_every_rank(tmp_path):
     results = run(absent, tmp_path)
     for i, name in enumerate(LATE.values()):
-        told = [r[i] for r in results]
-        assert len({(kind, text) for kind, text, _ in told}) == 1, told
-        assert told[0][0] == "DeadlineError"
-        assert name in told[0][1]
+        reported = [r[i] for r in results]
+        assert len({(kind, text) for kind, text, _ in reported}) == 1, reported
+        assert reported[0][0] == "DeadlineError"
+        assert name in reported[0][1]
 
 
 def restarted(folder: str) -> int:

@@ -27,8 +27,8 @@ from vllm_refit_ext.wires import nixl, nixl_agent, release
 needs_nixl = pytest.mark.skipif(not nixl_agent.installed(), reason="NIXL is not installed here: `make test-nixl` has it")
 
 
-def update_of(told: NixlInfo, deadline_s: float = 20.0) -> UpdateInfo:
-    return UpdateInfo(wire="nixl", version="v", session="s", deadline_s=deadline_s, nixl=told)
+def update_of(sent_info: NixlInfo, deadline_s: float = 20.0) -> UpdateInfo:
+    return UpdateInfo(wire="nixl", version="v", session="s", deadline_s=deadline_s, nixl=sent_info)
 
 
 # -- without NIXL ------------------------------------------------------------------------------------------------------------
@@ -115,9 +115,9 @@ class Both:
     def begin(self) -> NixlInfo:
         return nixl.info([s.begin(self.tensors[r * 3 : r * 3 + 3]) for r, s in enumerate(self.senders)])
 
-    def read(self, told: NixlInfo, before_confirm: Any = None) -> None:
+    def read(self, sent_info: NixlInfo, before_confirm: Any = None) -> None:
         targets = {b.name: torch.zeros(b.shape) for b in self.plan.targets}
-        reader = nixl.open_reader(update_of(told), self.plan, self.kept)
+        reader = nixl.open_reader(update_of(sent_info), self.plan, self.kept)
         try:
             reader.start(time.monotonic() + 20.0)
             for step in reader.steps:
@@ -167,14 +167,14 @@ def test_what_is_registered_and_prepared_stays(both: Both) -> None:
     reads = peer.reads
     for sender in both.senders:
         sender.rest()
-    told = both.begin()
-    assert all(r.export is None for r in told.ranks), "nothing moved, so nothing is told again"
-    both.read(told)
+    sent_info = both.begin()
+    assert all(r.export is None for r in sent_info.ranks), "nothing moved, so nothing is sent again"
+    both.read(sent_info)
     assert both.kept["nixl"].peers[0].reads is reads
     both.tensors[0] = both.tensors[0].clone()
-    told = both.begin()
-    assert [r.export is None for r in told.ranks] == [False, True]
-    both.read(told)
+    sent_info = both.begin()
+    assert [r.export is None for r in sent_info.ranks] == [False, True]
+    both.read(sent_info)
 
 
 @needs_nixl
@@ -183,9 +183,9 @@ def test_memory_that_may_be_freed_is_given_back(both: Both) -> None:
     for sender in both.senders:
         sender.rest()
         assert not sender._agent._regions
-    told = both.begin()
-    assert all(r.export is not None for r in told.ranks)
-    both.read(told)
+    sent_info = both.begin()
+    assert all(r.export is not None for r in sent_info.ranks)
+    both.read(sent_info)
 
 
 @needs_nixl
@@ -210,10 +210,10 @@ def test_parts_take_turns(both: Both) -> None:
 def test_weights_that_change_are_found(both: Both) -> None:
     with pytest.raises(WireError, match=r"from trainer rank 0.*not that of this refit"):
         both.read(both.begin(), both.begin)
-    told = both.begin()
+    sent_info = both.begin()
     both.senders[1].end()
     with pytest.raises(WireError, match=r"trainer rank 1"):
-        both.read(told)
+        both.read(sent_info)
     for sender in both.senders:
         sender.forget()
     both.read(both.begin())
@@ -221,8 +221,8 @@ def test_weights_that_change_are_found(both: Both) -> None:
 
 @needs_nixl
 def test_false_messages_are_problems(both: Both) -> None:
-    told = both.begin()
-    first = told.ranks[0]
+    sent_info = both.begin()
+    first = sent_info.ranks[0]
     assert first.export is not None
     export = msgspec.msgpack.decode(first.export, type=nixl.Export)
 
@@ -245,11 +245,11 @@ def test_false_messages_are_problems(both: Both) -> None:
         (msgspec.structs.replace(first, nonce=first.nonce ^ 2), "not that of this refit"),
     ):
         with pytest.raises(WireError, match=match):
-            both.read(NixlInfo(ranks=[bad, told.ranks[1]], bucket_bytes=told.bucket_bytes))
+            both.read(NixlInfo(ranks=[bad, sent_info.ranks[1]], bucket_bytes=sent_info.bucket_bytes))
     with pytest.raises(WireError, match="named twice"):
-        both.read(NixlInfo(ranks=[first, first], bucket_bytes=told.bucket_bytes))
+        both.read(NixlInfo(ranks=[first, first], bucket_bytes=sent_info.bucket_bytes))
     with pytest.raises(ConfigError, match="bucket is too small"):
-        both.read(NixlInfo(ranks=told.ranks, bucket_bytes=1))
+        both.read(NixlInfo(ranks=sent_info.ranks, bucket_bytes=1))
     for sender in both.senders:
         sender.forget()
     both.read(both.begin())
@@ -320,8 +320,8 @@ def test_a_trainer_that_is_gone_is_named(kind: signal.Signals, patience: float, 
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdin=subprocess.PIPE, **settings)
     try:
         assert trainer.stdout is not None
-        told = trainer.stdout.readline().strip()
-        command = [sys.executable, "-c", READER, told, str(trainer.pid), str(patience), str(int(kind))]
+        sent_info = trainer.stdout.readline().strip()
+        command = [sys.executable, "-c", READER, sent_info, str(trainer.pid), str(patience), str(int(kind))]
         text = subprocess.run(command, timeout=100, check=True, **settings).stdout
     finally:
         trainer.kill()

@@ -73,10 +73,8 @@ def constants(model: nn.Module, mine: set[int], kind: str = "cuda") -> list[tupl
     with any, nor with the storages `mine` (addresses), which a refit computes or writes."""
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
     found: dict[int, torch.Tensor] = {}
-    named = inventory.tensors(model)
-    for entry in inventory.inventory(model):
-        tensor = named.get(entry.name)
-        if entry.kind != "derived" or tensor is None or tensor.device.type != kind:
+    for _, what, tensor, _ in inventory.everything(model):
+        if what != "derived" or tensor.device.type != kind:
             continue
         storage = tensor.untyped_storage().data_ptr()
         if storage not in weights | mine and tensor.numel() * tensor.element_size() <= SMALL:

@@ -2,7 +2,7 @@
 
 The engine process ends a request with finish reason "error" and the reason as text (`core_hook`). vLLM's front ends would turn
 that into an empty answer (the offline `LLM`) or a bare "Internal server error" (the server). The plugin wraps
-`OutputProcessor.process_outputs`, which every front runs: `LLM.generate` and `AsyncLLM.generate` raise, and the OpenAI routes
+`OutputProcessor.process_outputs`, which every front end runs: `LLM.generate` and `AsyncLLM.generate` raise, and the OpenAI routes
 answer 503 (400 in vLLM 0.24, which has no class for it) with the reason.
 
 A front end with data parallel replicas calls all of them, and returns what the first one answered. For the calls of a refit the

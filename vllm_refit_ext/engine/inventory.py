@@ -12,7 +12,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import nn
 
@@ -52,39 +51,8 @@ class Found(NamedTuple):
     put: Callable[[Any], None] | None = None
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """One tensor, or one float, that a model holds.
-
-    `name` is the path from the model; `kind` is "parameter", "buffer", "derived" (a tensor that is neither) or "float". For
-    tensors `data_ptr` is the address of the first element, `stride` in elements, `dtype` torch's name, `shared` the name
-    under which the same memory was listed first (empty if here). A float has its `value`.
-    """
-
-    name: str
-    kind: str
-    data_ptr: int = 0
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    dtype: str = ""
-    device: str = ""
-    shared: str = ""
-    value: float = 0.0
-
-
-def inventory(model: nn.Module) -> list[Entry]:
-    """All tensors that `model` holds, by name: parameters and buffers, then those on modules, quant methods and kernels."""
-    entries: list[Entry] = []
-    for found in everything(model):
-        if isinstance(found.value, torch.Tensor):
-            entries.append(_tensor(found.name, found.kind, found.value))
-        else:
-            entries.append(Entry(found.name, found.kind, value=found.value))
-    first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
-    return [_shared(entry, first) for entry in entries if entry.kind != "alias"]
-
-
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of `inventory`, by the same names, to compare or to write."""
+    """Every tensor that `model` holds, by name, each under its first."""
     return {f.name: f.value for f in everything(model) if f.kind != "alias" and isinstance(f.value, torch.Tensor)}
 
 
@@ -171,19 +139,6 @@ def _slots(kind: type) -> tuple[str, ...]:
 def _engine_wide(value: Any) -> bool:
     """Configs and groups belong to the engine, not to the weights."""
     return type(value).__module__.startswith(("vllm.config", "vllm.distributed", "vllm.forward_context"))
-
-
-def _tensor(name: str, kind: str, value: torch.Tensor) -> Entry:
-    dtype = str(value.dtype).removeprefix("torch.")
-    address = 0 if value.is_meta else value.data_ptr()
-    return Entry(name, kind, address, tuple(value.shape), tuple(value.stride()), dtype, str(value.device))
-
-
-def _shared(entry: Entry, first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str]) -> Entry:
-    if not entry.data_ptr:
-        return entry
-    name = first.setdefault((entry.data_ptr, entry.shape, entry.stride), entry.name)
-    return entry if name == entry.name else msgspec.structs.replace(entry, shared=name)
 
 
 def _join(path: str, name: str) -> str:

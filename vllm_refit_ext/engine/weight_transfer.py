@@ -151,7 +151,7 @@ class RefitEngine:
 
     def worker_update_weights(self, update_info: Any) -> Any:
         """One refit if it is ours, else one update of the other backend. After ours it returns what `refit_status` would, which
-        saves a caller a second call; None where a front would show the replies of one data parallel replica only."""
+        saves a caller a second call; None where a front end would show the replies of one data parallel replica only."""
         from vllm_refit_ext.engine.extension import RPCS
 
         if self.other and not self._is_ours(update_info):

@@ -106,7 +106,7 @@ class Exchange:
 def begin(view: Engine, attempt: str) -> None:
     """Call first in every RPC that may agree. attempt: the same text on every rank, for each attempt another one.
 
-    It stands in all keys of the attempt, so that ranks of which one missed a call meet again in the next. The same text in two
+    It stands in all keys of the attempt, so that ranks of which one missed a call come together in the next. The same text in two
     calls one after the other makes two attempts of it.
     """
     if view.exchange is None:

@@ -65,7 +65,7 @@ class Prepared(msgspec.Struct):
     parts: dict[tuple[str, ...], Piece] = {}
     in_place_of: dict[Plan, InPlaceWriter | KernelWriter] = {}
     reload_of: dict[Plan, ReloadWriter] = {}
-    """Writers of plans that a staged reader keeps from refit to refit."""
+    """Writers of plans that a reader with staging keeps from refit to refit."""
     digests: StoredDigests | None = None
     """What `verify` launches, once it was asked for."""
 

@@ -140,7 +140,7 @@ class Receiver:
             prepared = self._prepared()
             if reader.two_sided:
                 with clock("start"):
-                    # all ranks raise what kept one of them from meeting the other side, with nothing written
+                    # all ranks raise what kept one of them from joining the other side, with nothing written
                     with agree.collect(errors, "the wire"):
                         reader.start(start + deadline_s)
                     agree.agree(self.view, "start", None, agree.merged(errors), max(left(), AFTERWORD_S))

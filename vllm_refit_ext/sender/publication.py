@@ -126,7 +126,7 @@ class Publisher:
             if retain == "snapshot" and not prepared.half.copied:
                 tensors, addresses = self._copied(tensors), None
                 seconds["copy"] = time.perf_counter() - copy
-            prepared.half.forget()  # who comes late was never told
+            prepared.half.forget()  # who comes late has no message
             mine = prepared.begin(tensors, part, addresses)
             seconds["publish"] = time.perf_counter() - copy
             return mine
