@@ -16,7 +16,7 @@ from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.receiver.writers import InPlaceWriter
 from vllm_refit_ext.wires.collective_forward import Forwarded, schedules, sent_by
-from vllm_refit_ext.wires.collective_move import OPERATIONS, Packer, RoundBuffers, Unpacker
+from vllm_refit_ext.wires.collective_move import OPERATIONS, Buffers, Packer, Unpacker
 from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
 from vllm_refit_ext.wires.outgoing import Outgoing, outgoing
@@ -140,7 +140,7 @@ def _run_transfer(
     parts = [outgoing(sent_by(found, rank), plan, rank) for rank in range(trainers)]
     packers = [Packer(Outgoing.read(p), trainers, bucket) for p in parts]
     schedules_of = [own_schedule(plan, t, hosts, bucket, tables) for t in range(engines)]
-    readers = [Unpacker(RoundBuffers(schedule, torch.device("cpu"))) for schedule in schedules_of]
+    readers = [Unpacker(Buffers(schedule, torch.device("cpu"))) for schedule in schedules_of]
     peers = [*(p.peers for p in packers), *(r.schedule.peers for r in readers)]
     assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"
     deadline = time.monotonic() + 20

@@ -23,7 +23,7 @@ from vllm_refit_ext.core.placement import Buffer, Placement, Placements, concate
 from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.wires.collective_forward import schedules
-from vllm_refit_ext.wires.collective_move import RoundBuffers
+from vllm_refit_ext.wires.collective_move import Buffers
 from vllm_refit_ext.wires.collective_schedule import schedule_alone
 from vllm_refit_ext.wires.collective_table import COLUMNS, Table, pack_table, read_table
 from vllm_refit_ext.wires.staging import ALIGN, rounds
@@ -103,7 +103,7 @@ def test_what_a_rank_finds_is_what_the_trainer_planned_for_it_and_within_bounds(
         assert payload.max() <= max(bucket, 4)
         blocks = max((len(a) + len(b) for a, b in zip(got.landing, got.exchange, strict=True)), default=0)
         if len(got.sizes) < 100:  # it makes a plan a round
-            assert RoundBuffers(got, torch.device("cpu")).staging_bytes <= 2 * (max(bucket, 4) + ALIGN * (blocks + 1))
+            assert Buffers(got, torch.device("cpu")).staging_bytes <= 2 * (max(bucket, 4) + ALIGN * (blocks + 1))
         for number, spans in enumerate(got.landing):
             covered = sorted((s.at, s.at + s.nbytes) for s in [*spans, *(x for x in got.exchange[number] if not x.gives)])
             assert all(b <= c for (_, b), (c, _) in pairwise(covered)), "nothing lands on anything else"
@@ -287,7 +287,7 @@ def test_mixed_widths_and_kept_scales_arrive():
         assert sum(n for (a, b), n in moved.items() if b == 4) == whole
         schedule = own_schedule(plan, 0, hosts, bucket, schedules(plan, hosts, bucket)[1])
         assert schedule.kept == 1
-        reader = RoundBuffers(schedule, torch.device("cpu"))
+        reader = Buffers(schedule, torch.device("cpu"))
         for step in reader.steps:
             names_of_step = {step.names[t] for t in step.tensor.tolist()}
             assert ("codes_scale" in names_of_step) == ("codes" in names_of_step), "codes find their scales in the same plan"

@@ -33,7 +33,7 @@ from vllm_refit_ext.core.table import Column
 from vllm_refit_ext.wires import BUCKET_BYTES, Sender
 from vllm_refit_ext.wires.collective_forward import schedules, sent_by
 from vllm_refit_ext.wires.collective_group import Backend, Link
-from vllm_refit_ext.wires.collective_move import Packer, RoundBuffers, Unpacker
+from vllm_refit_ext.wires.collective_move import Buffers, Packer, Unpacker
 from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
 from vllm_refit_ext.wires.collective_table import pack_table, read_table
 from vllm_refit_ext.wires.outgoing import Outgoing, outgoing
@@ -137,7 +137,7 @@ class CollectiveReader(Unpacker):
 
     two_sided = True
 
-    def __init__(self, link: Link, buffers: RoundBuffers, session: str) -> None:
+    def __init__(self, link: Link, buffers: Buffers, session: str) -> None:
         super().__init__(buffers)
         self._link, self._session = link, session
 
@@ -154,7 +154,7 @@ class CollectiveReader(Unpacker):
 class _Kept:
     """What an engine rank keeps between refits."""
 
-    def __init__(self, info: CollectiveInfo, link: Link, plan: Plan, buffers: RoundBuffers) -> None:
+    def __init__(self, info: CollectiveInfo, link: Link, plan: Plan, buffers: Buffers) -> None:
         self.info, self.link, self.plan, self.buffers = info, link, plan, buffers
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> Collect
         link.connect(message.host, message.port, deadline)
         assert link.store is not None
         link.store.take(_message_key(message), deadline)
-        buffers = RoundBuffers(_schedule(link, message, plan, rank, deadline), device)
+        buffers = Buffers(_schedule(link, message, plan, rank, deadline), device)
     except BaseException:
         if not known:
             link.close()

@@ -7,6 +7,7 @@ on to others of its host leaves from the staging in which it landed.
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -17,7 +18,7 @@ from vllm_refit_ext.core.errors import RefitError, WireError
 from vllm_refit_ext.wires.collective_group import P2POp
 from vllm_refit_ext.wires.collective_schedule import Schedule, Span
 from vllm_refit_ext.wires.outgoing import Gather, Outgoing, Sent
-from vllm_refit_ext.wires.staging import RING, BucketReader, Staging, padded
+from vllm_refit_ext.wires.staging import RING, BucketReader, RoundBuffers, padded
 
 OPERATIONS = 16
 """Most operations in one batch. NCCL makes progress on all operations of a small group at once; on thousands it stalls."""
@@ -136,34 +137,21 @@ def _batches(messages: Sequence[Sent], bucket_bytes: int) -> Iterator[list[Sent]
         yield batch
 
 
-class RoundBuffers(Staging):
-    """An engine rank's memory for the rounds of its schedule, and its moves with these as their sources. Kept from refit to
-    refit, and never moved, so that `token` names it."""
+class Buffers(RoundBuffers):
+    """An engine rank's memory for the rounds of its schedule. Kept from refit to refit, and never moved, so that `token` names
+    it."""
 
     def __init__(self, schedule: Schedule, device: torch.device) -> None:
-        self.schedule, self.token, count = schedule, secrets.token_hex(8), len(schedule.sizes)
-        rank = schedule.plan.targets[0].rank if schedule.plan.targets else 0
-        buffers = [(f"round {r}", rank, padded(n)) for r, n in enumerate(schedule.sizes)]
-        at = schedule.number, schedule.number, schedule.offset
-        super().__init__(schedule.plan, *at, buffers, range(count), schedule.kept, schedule.reloads, device)
-        room = max((padded(n) for n in schedule.sizes[schedule.kept :]), default=0)
-        self._ring = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(RING)]
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory of the ring and of kept scales."""
-        return super().staging_bytes + sum(t.nbytes for t in self._ring)
-
-    def slot(self, number: int) -> torch.Tensor:
-        """Where round `number` lies, uint8."""
-        return self.kept[number] if number in self.kept else self._ring[(number - len(self.kept)) % RING]
+        self.schedule, self.token = schedule, secrets.token_hex(8)
+        slot = functools.partial(torch.empty, dtype=torch.uint8, device=device)
+        super().__init__(schedule, schedule.offset, schedule.sizes, slot, device)
 
 
 class Unpacker(BucketReader):
     """An engine rank's end, for one refit. A round lies in one buffer. What others of the host need of it is handed on as soon as
     it is there. forwarded: payload bytes by engine rank of the host."""
 
-    def __init__(self, buffers: RoundBuffers) -> None:
+    def __init__(self, buffers: Buffers) -> None:
         super().__init__(buffers, "wire collective")
         self.buffers, self.schedule, self.token = buffers, buffers.schedule, buffers.token
         self.forwarded: dict[int, int] = {}
@@ -212,7 +200,7 @@ class Unpacker(BucketReader):
             if not span.gives:
                 peer = span.peer - self.schedule.trainers
                 self.forwarded[peer] = self.forwarded.get(peer, 0) + span.nbytes
-        return self.buffers.slot(here)
+        return self.buffers.place(here)
 
     def _receive(self, number: int) -> None:
         """Start to receive what trainer ranks send in round `number`, whose staging is free once nothing is handed on from it."""
@@ -235,7 +223,7 @@ class Unpacker(BucketReader):
         """Start messages of round `number` in batches. Returns for each batch whether it brings something, and what to wait
         for."""
         assert self._transport is not None
-        slot, started = self.buffers.slot(number), []
+        slot, started = self.buffers.place(number), []
         for first in range(0, len(spans), OPERATIONS):
             batch = spans[first : first + OPERATIONS]
             sends, receives = (

@@ -25,7 +25,7 @@ import numpy as np
 
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.wires.staging import Rounds, kinds_of, padded
+from vllm_refit_ext.wires.staging import Pieces, Rounds, kinds_of, padded
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -39,18 +39,15 @@ class Span(msgspec.Struct, frozen=True):
     tag: int = 0
 
 
-class Schedule(msgspec.Struct):
-    """The moves into one engine rank in pieces, in the order of their transfer.
+class Schedule(Pieces):
+    """The pieces of one engine rank and their messages.
 
-    plan: the pieces. number: int64 [n], the round of each. offset: int64 [n], bytes into the staging of its round. source: int64
-    [n], the group rank that sends it. run: int64 [n]. numbers: of each round, as the host counts them. sizes: bytes of staging of
-    each round. landing: by round, what comes from trainer ranks. exchange: by round, what comes from engine ranks of the host and
-    what goes to these. Both are in the order in which they start. trainers: ranks that come first in the group. kept: how many of
-    the first rounds are scales. reloads: how many behind these are for the reload.
+    offset: int64 [n], bytes into the staging of its round. source: int64 [n], the group rank that sends it. run: int64 [n].
+    numbers: of each round, as the host counts them. sizes: bytes of staging of each round. landing: by round, what comes from
+    trainer ranks. exchange: by round, what comes from engine ranks of the host and what goes to these. Both are in the order in
+    which they start. trainers: ranks that come first in the group.
     """
 
-    plan: Plan
-    number: Int
     offset: Int
     source: Int
     run: Int
@@ -59,8 +56,6 @@ class Schedule(msgspec.Struct):
     landing: list[list[Span]]
     exchange: list[list[Span]]
     trainers: int
-    kept: int
-    reloads: int
 
     @property
     def peers(self) -> set[int]:
@@ -91,6 +86,8 @@ def schedule_alone(rounds: Rounds, trainers: int) -> Schedule:
     return Schedule(
         rounds.plan,
         rounds.number,
+        rounds.kept,
+        rounds.reloads,
         rounds.staged(),
         rounds.plan.source_rank,
         np.zeros(len(rounds.plan), np.int64),
@@ -99,8 +96,6 @@ def schedule_alone(rounds: Rounds, trainers: int) -> Schedule:
         _tagged(landing),
         [[] for _ in range(count)],
         trainers,
-        rounds.kept,
-        rounds.reloads,
     )
 
 
@@ -135,6 +130,8 @@ def schedule_forwarding(rows: Rows, rank: int, trainers: int) -> Schedule:
     return Schedule(
         plan,
         local.astype(np.int64),
+        int((kinds == 0).sum()),
+        int((kinds == 1).sum()),
         offset,
         np.where(holder == rank, origin, trainers + holder),
         run,
@@ -143,8 +140,6 @@ def schedule_forwarding(rows: Rows, rank: int, trainers: int) -> Schedule:
         _tagged(landing),
         _tagged(exchange),
         trainers,
-        int((kinds == 0).sum()),
-        int((kinds == 1).sum()),
     )
 
 

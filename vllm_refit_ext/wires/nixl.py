@@ -33,38 +33,26 @@ from vllm_refit_ext.wires import BUCKET_BYTES, cuda_ipc
 from vllm_refit_ext.wires.boxes import wait_for
 from vllm_refit_ext.wires.nixl_agent import Agent, Read, ranges_of, rows_of
 from vllm_refit_ext.wires.nixl_send import WHERE, Export, NixlSender, Part, SendTable
-from vllm_refit_ext.wires.staging import RING, BucketReader, Staging, padded, rounds
+from vllm_refit_ext.wires.staging import RING, BucketReader, RoundBuffers, rounds
 
 HIGHEST = 1 << 62
 """No address reaches it, so sums with offsets stay exact."""
 
 
-class NixlRounds(Staging):
-    """The moves into one engine rank with staging as their source: what does not change with the trainer's memory. A source
-    buffer of these plans is one round."""
+class NixlRounds(RoundBuffers):
+    """The moves into one engine rank with staging as their source: what does not change with the trainer's memory."""
 
     def __init__(self, plan: Plan, bucket_bytes: int, device: torch.device) -> None:
         self.key, self.token = (bucket_bytes, device), object()
         self.cut = cut = rounds(plan, bucket_bytes)
-        self.rank = plan.targets[0].rank if plan.targets else 0
-        self.at = cut.staged()
-        self.sizes = [padded(cut.size(r)) for r in range(len(cut.messages))]
-        buffers = [(f"round {r}", 0, n) for r, n in enumerate(self.sizes)]
-        super().__init__(cut.plan, cut.number, cut.number, self.at, buffers, range(len(buffers)), cut.kept, cut.reloads, device)
-        moving = self.sizes[cut.kept :]
-        self._slot = max(moving, default=0)
-        self._memory = _allocate(min(RING, len(moving)) * self._slot, device)
+        self.at, sizes = cut.staged(), [cut.size(r) for r in range(len(cut.messages))]
+        super().__init__(cut, self.at, sizes, lambda nbytes: _allocate(nbytes, device), device)
         self.sources: list[int] = np.unique(plan.source_rank).tolist()
         self._words = torch.zeros(len(self.sources), dtype=torch.int64)
 
-    def place(self, number: int) -> torch.Tensor:
-        """Where a round lands, uint8: scales in memory of their own, the others in turn."""
-        at = (number - self.cut.kept) % RING * self._slot
-        return self.kept[number] if number in self.kept else self._memory[at : at + self.sizes[number]]
-
     def register(self, agent: Agent) -> None:
         """Make the staging known to `agent`. Raises WireError."""
-        for memory in ([self._words], [self._memory, *self.kept.values()]):
+        for memory in ([self._words], [*self.slots, *self.kept.values()]):
             if filled := [t for t in memory if t.nbytes]:
                 device = filled[0].device
                 agent.register(ranges_of([t.data_ptr() for t in filled], [t.nbytes for t in filled], device))

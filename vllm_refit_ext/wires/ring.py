@@ -47,7 +47,6 @@ class RingRounds(Staging):
         """relay: source -> the trainer rank whose ring its messages lie in, where that is not its own."""
         self.key = bucket_bytes, device, relay
         cut = rounds(plan, bucket_bytes)
-        self.rank = plan.targets[0].rank if plan.targets else 0
         self.messages = [(number, m.source, m.nbytes) for number, found in enumerate(cut.messages) for m in found]
         index = {(number, source): i for i, (number, source, _) in enumerate(self.messages)}
         found, self.slots = places(cut.messages, relay)
@@ -56,7 +55,7 @@ class RingRounds(Staging):
         message = np.fromiter((index[key] for key in keys), np.int64, len(cut.plan))
         buffers = [(f"round {r} of trainer rank {s}", s, n) for r, s, n in self.messages]
         numbers = [r for r, _, _ in self.messages]
-        super().__init__(cut.plan, cut.number, message, cut.at, buffers, numbers, cut.kept, cut.reloads, device)
+        super().__init__(cut, message, cut.at, buffers, numbers, device)
 
 
 class RingReader(BucketReader):

@@ -2,7 +2,8 @@
 buffers as their sources. It serves every wire whose bytes don't lie where the plan says:
 
     cut = rounds(plan, bucket_bytes)        both sides, the same tables: pieces, their rounds, their messages
-    staging = Staging(cut.plan, ...)        engine rank, kept: the plans whose sources are the buffers that a wire names
+    staging = Staging(cut, ...)             engine rank, kept: the plans whose sources are the buffers that a wire names; with
+                                            a buffer for each round and memory for two of them, `RoundBuffers`
     class Reader(BucketReader)              engine rank, each refit: `_bring(i)` gives the bytes of buffer i once they are there,
                                             `_give_up(i)` says that what was launched until now was the last to read them
     Gather(Outgoing.read(...), groups)      trainer rank (`outgoing`): packs messages from live tensors, a launch for each
@@ -19,7 +20,7 @@ however many messages a group holds and however few groups are under way.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -56,19 +57,25 @@ class Message(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Rounds(msgspec.Struct):
+class Pieces(msgspec.Struct):
     """The moves into one engine rank, in pieces, in the order of their transfer.
 
-    plan: the pieces. number: int64 [n], the round of each. at: int64 [n], bytes from the start of its message. messages: for
-    each round, by source rank. kept: how many of the first rounds are scales. reloads: how many behind these are for the reload.
+    plan: the pieces. number: int64 [n], the round of each. kept: how many of the first rounds are scales. reloads: how many
+    behind these are for the reload.
     """
 
     plan: Plan
     number: Int
-    at: Int
-    messages: list[list[Message]]
     kept: int
     reloads: int
+
+
+class Rounds(Pieces):
+    """Pieces that one source sends in one message a round. at: int64 [n], bytes from the start of its message. messages: for each
+    round, by source rank."""
+
+    at: Int
+    messages: list[list[Message]]
 
     def size(self, number: int) -> int:
         """Bytes of staging that a round needs."""
@@ -99,7 +106,7 @@ def rounds(plan: Plan, bucket_bytes: int) -> Rounds:
         counts[int(kinds[first])] += 1
         first, index = last, index + 1
     at, messages = _messages(plan, number, index)
-    return Rounds(plan, number, at, messages, counts[0], counts[1])
+    return Rounds(plan, number, counts[0], counts[1], at, messages)
 
 
 def kinds_of(plan: Plan) -> Int:
@@ -214,37 +221,56 @@ class Staging:
     """The moves into one engine rank with buffers as their sources. Kept from refit to refit.
 
     whole: all of them. steps: those in place, a plan a round. round_of: of each buffer, ascending. kept: buffers of scales,
-    uint8, which stay until the refit ends. device: where the buffers lie.
+    uint8, which stay until the refit ends. rank: of the engine. device: where the buffers lie.
     """
 
     def __init__(
         self,
-        cut: Plan,
-        number: Int,
+        cut: Pieces,
         buffer: Int,
         offset: Int,
         buffers: Sequence[tuple[str, int, int]],
         round_of: Sequence[int],
-        kept: int,
-        reloads: int,
         device: torch.device,
     ) -> None:
-        """cut: pieces in the order of their rounds. number, buffer, offset: int64 [n], the round of each piece, its buffer and
-        the byte in it. buffers: name, rank and bytes of each. kept, reloads: as in `Rounds`."""
+        """buffer, offset: int64 [n], the buffer of each piece and the byte in it. buffers: name, rank and bytes of each."""
         self.device, self.round_of = device, list(round_of)
-        self.whole = plan_over(cut, buffer, offset, buffers)
-        self.steps = steps_of(self.whole, number, kept, reloads)
-        self.dtypes = len(dtypes_of(cut))
+        self.rank = cut.plan.targets[0].rank if cut.plan.targets else 0
+        self.whole = plan_over(cut.plan, buffer, offset, buffers)
+        self.steps = steps_of(self.whole, cut.number, cut.kept, cut.reloads)
+        self.dtypes = len(dtypes_of(cut.plan))
         self.kept = {
             i: torch.empty(padded(nbytes), dtype=torch.uint8, device=device)
             for i, (_, _, nbytes) in enumerate(buffers)
-            if round_of[i] < kept
+            if round_of[i] < cut.kept
         }
 
     @property
     def staging_bytes(self) -> int:
         """Memory of scales that are kept."""
         return sum(t.nbytes for t in self.kept.values())
+
+
+class RoundBuffers(Staging):
+    """Staging with a buffer for each round, all but scales in RING slots that they take in turn. sizes: bytes of each round."""
+
+    def __init__(self, cut: Pieces, offset: Int, sizes: Sequence[int], slot: Callable[[int], torch.Tensor], device: torch.device):
+        """offset: int64 [n], where in its round a piece lies. slot: makes one of so many bytes."""
+        self.sizes = [padded(n) for n in sizes]
+        buffers = [(f"round {r}", 0, n) for r, n in enumerate(self.sizes)]
+        super().__init__(cut, cut.number, offset, buffers, range(len(buffers)), device)
+        moving = self.sizes[cut.kept :]
+        self.slots = [slot(max(moving)) for _ in range(min(RING, len(moving)))]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the slots and of kept scales."""
+        return super().staging_bytes + sum(t.nbytes for t in self.slots)
+
+    def place(self, number: int) -> torch.Tensor:
+        """Where round `number` lies, uint8."""
+        kept = self.kept.get(number)
+        return self.slots[(number - len(self.kept)) % RING][: self.sizes[number]] if kept is None else kept
 
 
 class BucketReader(Reader):
