@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vllm_refit_ext.core.errors import ManifestError, Problem, RefitError, TornError
 from vllm_refit_ext.engine.reload_writes import Writes
@@ -42,7 +43,15 @@ class _Feed:
         self.current = ""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self.tensors:
+        tensors = iter(self.tensors)
+        while True:
+            # The reload's modes, a default device and the count of what is written, are for the model's loaders: who fills the
+            # tensors would pay for them with every call.
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                given = next(tensors, None)
+            if given is None:
+                break
+            name, tensor = given
             if name in self.seen:
                 raise ManifestError("a tensor came twice in one reload", where=name, do="send every tensor once")
             self.seen[name] = None
@@ -77,7 +86,9 @@ def reload_weights(
     recover(view)
     addresses = _addresses(model)
     feed, writes = _Feed(tensors), Writes(model)
-    context = set_current_vllm_config(view.vllm_config), torch.device(view.device), torch.no_grad()
+    # A default device is a mode that each call of torch goes through.
+    device = contextlib.nullcontext() if view.device == torch.get_default_device() else torch.device(view.device)
+    context = set_current_vllm_config(view.vllm_config), device, torch.no_grad()
     with context[0], context[1], context[2], _zeroed_padding(), writes.replaying():
         kernels = _forget_cpu_kernels(view)
         _name_loaders(model)
