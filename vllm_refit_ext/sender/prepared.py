@@ -21,8 +21,8 @@ from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_
 from vllm_refit_ext.sender.look import Look, misfits
 from vllm_refit_ext.sender.prequantize import Prequantised
 from vllm_refit_ext.sender.source import Source
+from vllm_refit_ext.sender.verify import Check
 from vllm_refit_ext.wires import Sender
-from vllm_refit_ext.wires.digests import SentDigests
 
 
 class Description(msgspec.Struct):
@@ -127,7 +127,7 @@ class Offered:
 
 class Prepared(msgspec.Struct):
     """What a sender knows after `prepare`. plan: of all ranks on rank 0, else the moves out of this one. half: of the wire, this
-    rank's. total: bytes of the whole plan. engines: on rank 0. digests: what `verify` launches, once it was asked for.
+    rank's. total: bytes of the whole plan. engines: on rank 0. check: what `verify` runs, once it was asked for.
     offer: on rank 0, what engines that take a published version prepare from.
     """
 
@@ -136,7 +136,7 @@ class Prepared(msgspec.Struct):
     half: Sender
     total: int
     engines: list[EngineRanks]
-    digests: SentDigests | None = None
+    check: Check | None = None
     offer: bytes = b""
 
     def begin(self, tensors: Sequence[torch.Tensor], part: Sequence[str], addresses: list[int] | None = None) -> bytes:

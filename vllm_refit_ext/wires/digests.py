@@ -7,8 +7,9 @@ it lies, in one launch. What is quantised on its way is quantised again, a bound
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import numpy as np
 import torch
 
@@ -130,46 +131,50 @@ class SentDigests(Digests):
 
     def _add_quantised(self, move: int, box: Strided, rule: Rule) -> None:
         if not self._pieces or self._pieces[-1].codes + int(np.prod(box.shape)) > SCRATCH_BYTES:
-            self._pieces.append(_Piece(len(self.plan.sources)))
+            self._pieces.append(_Piece())
         shape, start = self.blocks(move)
         codes, blocks = self._pieces[-1].quantise(box, rule, self.plan.names[int(self.plan.tensor[move])])
         whole = self.plan.manifest.tensors[self.plan.names[int(self.plan.tensor[move])]].shape
-        self._pieces[-1].digests += [
-            self.add(move, codes, whole, self.plan.lo[move, : len(shape)].tolist()),
-            self.add(move, blocks, shape, start),
-        ]
+        self._pieces[-1].digest(self.add(move, codes, whole, self.plan.lo[move, : len(shape)].tolist()))
+        self._pieces[-1].digest(self.add(move, blocks, shape, start))
 
     def __call__(self, memory: Memory, scales: ScaleMoves | PlacedScales) -> Sums:
         """Digests of what `memory` and `scales` hold now."""
         buffers: list[Buffer] = [0] * len(self.plan.sources)
         for number in np.unique(self.plan.source).tolist():
-            buffers[number] = memory.memory(number)
+            address = memory.address(number) if self.device.type == "cuda" else None
+            buffers[number] = memory.memory(number) if address is None else address
         total = self.launched([*buffers, *scales.extra])
         if self._pieces and not self._scratch:
             sizes = max(p.codes for p in self._pieces), max(p.blocks for p in self._pieces)
             self._scratch = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
         for piece in self._pieces:
-            for out, value in enumerate(piece.run(self.device, [*buffers, *self._scratch])):
+            for out, value in piece.run(self.device, buffers, self._scratch):
                 total[out] += value
         return self.sums(total, lambda move: sent_content(self.plan, move, memory, scales))
 
 
 class _Piece:
-    """Boxes that are quantised into scratch together, and the digests of what lies there then. codes, blocks: scratch, bytes."""
+    """Boxes that are quantised into scratch together, and the digests of what lies there then. codes, blocks: scratch, bytes.
 
-    def __init__(self, first: int) -> None:
-        """first: number of the scratch of codes; that of scales comes behind it."""
+    Its tables know the buffers and the sums of this piece alone, in numbers of their own: 0 and 1 are the scratch.
+    """
+
+    def __init__(self) -> None:
         self.codes = self.blocks = 0
-        self.digests: list[DigestMove] = []
-        self._first = first
+        self._sources: dict[int, int] = {}
+        self._outs: dict[int, int] = {}
         self._moves: list[QuantizeMove] = []
+        self._digests: list[DigestMove] = []
         self._quantise: Table | None = None
         self._digest: Table | None = None
 
     def quantise(self, box: Strided, rule: Rule, name: str) -> tuple[Strided, Strided]:
         """Quantise `box`, too. Returns where its codes and its scales will lie."""
         *lead, rows, k = box.shape
-        codes, scales = At(self._first, self.codes), At(self._first + 1, self.blocks)
+        codes, scales = At(0, self.codes), At(1, self.blocks)
+        number = self._sources.setdefault(box.at.buffer, 2 + len(self._sources))
+        box = msgspec.structs.replace(box, at=At(number, box.at.offset))
         self._moves.append(
             QuantizeMove(box, Stack("plain", codes, scales, Stored(rows, k), *lead), (0,) * len(box.shape), rule, name)
         )
@@ -178,10 +183,15 @@ class _Piece:
         self.blocks += -(-size // BLOCK // WIDE) * WIDE
         return contiguous(codes, "uint8", box.shape), contiguous(scales, "uint8", (*lead, rows, k // BLOCK))
 
-    def run(self, device: torch.device, buffers: Sequence[Buffer]) -> list[int]:
-        """Quantise, then digest."""
-        self._quantise = bound(self._moves, device, buffers, self._quantise)
+    def digest(self, move: DigestMove) -> None:
+        """Digest what `quantise` made, too."""
+        self._digests.append(msgspec.structs.replace(move, out=self._outs.setdefault(move.out, len(self._outs))))
+
+    def run(self, device: torch.device, buffers: Sequence[Buffer], scratch: Sequence[Buffer]) -> Iterable[tuple[int, int]]:
+        """Quantise, then digest. buffers: sources by the plan's numbers. Returns what is to be added to which sum."""
+        mine = [*scratch, *(buffers[number] for number in self._sources)]
+        self._quantise = bound(self._moves, device, mine, self._quantise)
         self._quantise.launch()
-        self._digest = bound(self.digests, device, buffers, self._digest)
+        self._digest = bound(self._digests, device, scratch, self._digest)
         self._digest.launch()
-        return self._digest.digest_values()
+        return zip(self._outs, self._digest.digest_values(), strict=True)
