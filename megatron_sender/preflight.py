@@ -49,8 +49,8 @@ def check_refit_support(config: Recipe | Mapping[str, Any], base: str | Path | N
     """The recipe that `config` describes, if its refit can work.
 
     `config` is a `Recipe` or plain nested data with the same keys. `base` is the folder that a path in `model.hf_config` is
-    relative to (default: the working directory). No GPU, engine or trainer is touched. Where Megatron or vLLM is not installed
-    the rules by hand alone are looked at, and `unchecked` of the result says so.
+    relative to (default: the working directory). No engine or trainer is touched, and no GPU is needed. Where Megatron or vLLM
+    is not installed the rules by hand alone are looked at, and `unchecked` of the result says so.
 
     Raises ConfigError whose `problems` are all violations found.
     """
@@ -91,7 +91,7 @@ def _planned(recipe: Recipe) -> list[Problem]:
     command = [sys.executable, "-m", "vllm_refit_ext.tools.plan_check"]
     try:
         done = subprocess.run(command, input=msgspec.json.encode(recipe), capture_output=True, timeout=PLANNER_S, check=False)
-        return msgspec.json.decode(done.stdout, type=list[Problem])
+        return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=list[Problem])  # libraries print what they like
     except subprocess.TimeoutExpired:
         raise RefitError("the planner did not answer", where=" ".join(command), wanted=f"within {PLANNER_S:g} s") from None
     except msgspec.DecodeError:

@@ -1,6 +1,6 @@
 """The preflight's planner: the real source map and the real routes on one period of a recipe's layers, and what they refuse.
 
-`python -m vllm_refit_ext.tools.plan_check` reads a recipe as JSON and writes the problems as JSON.
+`python -m vllm_refit_ext.tools.plan_check` reads a recipe as JSON and writes the problems as JSON, on the last line.
 """
 
 from __future__ import annotations
@@ -169,8 +169,7 @@ def main() -> None:
     from megatron_sender.config import Recipe
 
     recipe = msgspec.json.decode(sys.stdin.buffer.read(), type=Recipe)
-    problems = planned_violations(recipe)  # what libraries print meanwhile goes to standard error
-    sys.stdout.buffer.write(msgspec.json.encode(problems))
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(planned_violations(recipe)))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ from vllm_refit_ext.core.errors import PlanError, Problem
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.tools.plan_quantised import modules_of, quantised_paths
+from vllm_refit_ext.tools.plan_report import MXFP8_BYTES
 from vllm_refit_ext.wires.staging import RING
 
 if TYPE_CHECKING:
     from megatron_sender.config import Engine, Recipe
     from megatron_sender.offline import Offered
     from megatron_sender.one_period import Layers
-
-MXFP8_BYTES = 33 / 32
-"""Bytes an element with its share of the scale."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
