@@ -21,3 +21,26 @@ def test_the_table_names_what_the_manifest_has_and_nothing_else() -> None:
     assert set(offered.placements.names) == set(offered.specs)
     assert len(offered.specs) == 4
     assert {row.tensor for row in offered.placements.rows()} == set(offered.specs)
+
+
+def test_codes_and_scales_can_be_given_back_between_refits() -> None:
+    """The next fill takes memory anew and makes the same bytes; what was there is offered at the new addresses."""
+    names = ("a", "b")
+    tensors = [torch.randn(8, 64, dtype=torch.bfloat16) for _ in names]
+    specs = {n: TensorSpec((8, 64), "bfloat16") for n in names}
+    rows = [Placement(n, i, (0, 0), (8, 64), 0, (128, 2)) for i, n in enumerate(names)]
+    buffers = [Buffer(n, 0, "bfloat16", (8, 64)) for n in names]
+    offered = Prequantised(specs, Placements.from_rows(buffers, rows), tensors, names)
+
+    def made() -> list[list[int]]:
+        filled = offered.fill(tensors)[2:]
+        assert offered.addresses == [t.data_ptr() for t in (*tensors, *filled)]
+        return [t.view(torch.uint8).flatten().tolist() for t in filled]
+
+    first = made()
+    assert first == made()
+    released = offered.release()
+    assert released >= 2 * (8 * 64 + 8 * 2)
+    assert offered.release() == 0
+    assert made() == first
+    assert offered.release() == released

@@ -96,6 +96,10 @@ class Offered:
         """The memory of the buffers of `placements`, in their order, as `current` left it."""
         return self.source.tensors if self._prequantised is None else self._prequantised.tensors
 
+    def release(self) -> int:
+        """Give back codes and scales until `current` makes them anew. Returns bytes."""
+        return self._prequantised.release() if self._prequantised is not None else 0
+
     def describe(self) -> bytes:
         """The message for rank 0."""
         aliases = dict(self.source.aliases)

@@ -1,7 +1,8 @@
 """Quantising in the trainer: a rank's shards as E4M3 codes and scales, in place of the tensors that engines hold as MXFP8.
 
 Half the bytes are then sent, and a trainer with many engine ranks quantises once instead of each of them. It costs memory for
-codes and scales, 33/64 of the BF16 shards, which stays allocated between refits so that its addresses do. The rule is always
+codes and scales, 33/64 of the BF16 shards, which stays allocated between refits so that its addresses do, unless it is released.
+What bounds it is memory: two bytes are read and 33/32 written for each element, in one pass. The rule is always
 "ceil" (`core.mxfp8`), so the bits are those of a checkpoint quantised by ModelOpt or TransformerEngine, not those of an engine
 that quantises by another rule while loading.
 """
@@ -25,6 +26,8 @@ from vllm_refit_ext.kernels.table import Table, bound, check_finite
 
 CODES = "float8_e4m3fn"
 QUANTISABLE = ("bfloat16", "float32")
+ROOM_BYTES, ROOM_ALIGN = 1 << 30, 256
+"""Most bytes of an allocation that holds several codes or scales, and what each begins at a multiple of."""
 
 
 class Prequantised:
@@ -60,17 +63,14 @@ class Prequantised:
             self.specs[name + SENT_SCALE] = TensorSpec(scales, "uint8")
         used = np.unique(placements.buffer[coded]).tolist()
         self._used = used
-        self._codes = [torch.empty(tensors[i].shape, dtype=torch.uint8, device=tensors[i].device) for i in used]
-        self._scales = [
-            torch.empty((*t.shape[:-1], t.shape[-1] // BLOCK), dtype=torch.uint8, device=t.device)
-            for t in (tensors[i] for i in used)
-        ]
+        self._rooms: list[torch.Tensor] = []
+        pairs = self._take_room([tensors[i] for i in used])
+        self._codes, self._scales = [codes for codes, _ in pairs], [scales for _, scales in pairs]
         self.placements = concatenate([placements.select(~coded), *_pairs(placements, coded, used)])
         self._table: Table | None = None
         self._names = [
             ", ".join(sorted({placements.names[t] for t in placements.tensor[placements.buffer == i]})[:2]) for i in used
         ]
-        pairs = zip(self._codes, self._scales, strict=True)
         self._made = [t for codes, scales in pairs for t in (codes.view(torch.float8_e4m3fn), scales)]
         self._seen: Sequence[int] | None = None
         self.tensors = [*tensors, *self._made]
@@ -81,11 +81,40 @@ class Prequantised:
     def nbytes(self) -> int:
         """Memory of codes, scales and the table that quantises into them."""
         table = self._table.nbytes if self._table is not None else 0
-        return table + sum(t.nbytes for t in (*self._codes, *self._scales))
+        return table + sum(room.nbytes for room in self._rooms)
+
+    def release(self) -> int:
+        """Give the memory of codes and scales back until the next `fill`, which takes it anew, elsewhere. No engine may map it
+        then. Returns the bytes."""
+        self._seen = None
+        held = sum(room.untyped_storage().nbytes() for room in self._rooms)
+        for room in self._rooms:
+            room.untyped_storage().resize_(0)
+        return held
+
+    def _take_room(self, sources: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Memory for the codes and the scales of `sources`, in few allocations: each is a handle that engines open."""
+        sizes = [n for t in sources for n in (t.numel(), t.numel() // BLOCK)]
+        places, filled = [], list[int]()
+        for size in sizes:
+            if not filled or filled[-1] + size > ROOM_BYTES:
+                filled.append(0)
+            places.append((len(filled) - 1, filled[-1]))
+            filled[-1] += -(-size // ROOM_ALIGN) * ROOM_ALIGN
+        device = sources[0].device if sources else torch.device("cpu")
+        self._rooms = [torch.empty(size, dtype=torch.uint8, device=device) for size in filled]
+        views = [self._rooms[room][at : at + size] for (room, at), size in zip(places, sizes, strict=True)]
+        return [
+            (views[2 * i].view(t.shape), views[2 * i + 1].view(*t.shape[:-1], t.shape[-1] // BLOCK))
+            for i, t in enumerate(sources)
+        ]
 
     def bind(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
         """Make ready to quantise from these addresses of `tensors`. Nothing is done while they are as before."""
         if addresses is not self._seen and addresses != self._seen:
+            for room in self._rooms:
+                if room.untyped_storage().nbytes() != room.numel():  # `release` gave it back
+                    room.untyped_storage().resize_(room.numel())
             self._make_table(tensors)
             self.tensors = [*tensors, *self._made]
             self.addresses = [*addresses, *(t.data_ptr() for t in self._made)]

@@ -34,27 +34,10 @@ from vllm_refit_ext.sender.engines import Engines
 from vllm_refit_ext.sender.prepared import EngineRanks, Offered, Prepared, RankPart, joined, make_source
 from vllm_refit_ext.sender.publication import Publication, Publisher, Retain, check_part, everything
 from vllm_refit_ext.sender.ranks import Ranks, answer_of, as_refit_error
+from vllm_refit_ext.sender.report import RefitReport as RefitReport
 from vllm_refit_ext.sender.source import Source
 from vllm_refit_ext.sender.verify import sent_digests, wanted_digests
 from vllm_refit_ext.wires import Sender, wire
-
-
-class RefitReport(msgspec.Struct, frozen=True):
-    """One refit as every trainer rank sees it.
-
-    seconds: `look` (at the tensors, with what the source gathers late), `quantise`, `publish` (this rank's part of the wire),
-    `transfer` (wire `collective`: until its last byte was taken), `update` (from the calls to the engines' commits), `total`.
-    nbytes: what was sent to all engine ranks. engines: the reports of all engine ranks, by engine. sent: payload bytes that this
-    rank itself sent, by engine rank (wire `collective`); where engine ranks of a host hand boxes to each other, `nbytes` counts
-    every copy and `sent` the one.
-    """
-
-    version: str
-    seconds: dict[str, float]
-    nbytes: int
-    gbytes_per_s: float
-    engines: list[list[UpdateReport]]
-    sent: dict[int, int] = {}
 
 
 class _Verdict(msgspec.Struct):
@@ -365,6 +348,17 @@ class RefitSender:
         prepared = self._ready("extra_bytes")
         half = prepared.half
         return {"quantised": prepared.offered.quantised_bytes, "staging": half.staging_bytes, "copied": half.copied}
+
+    def release(self) -> int:
+        """Between refits: give back what this rank quantised, until the next refit quantises anew. Not collective. Returns bytes.
+
+        Raises SessionError before `prepare`, while a version in that memory is published, and where engines keep it mapped.
+        """
+        prepared = self._ready("release")
+        if self._publisher.open is not None or prepared.half.resident:
+            do = "close the publication first, and make the sender without resident=True"
+            raise SessionError("engines may read that memory", where="RefitSender.release", do=do)
+        return prepared.offered.release()
 
     # -- verify and close ----------------------------------------------------------------------------------------------------
 
