@@ -13,10 +13,10 @@ import torch
 
 from tests.support.wire_refit import refit
 from tests.unit.test_ring_relay import crossed
-from vllm_refit_ext.core.errors import ConfigError, DeadlineError, WireError
+from vllm_refit_ext.core.errors import ConfigError, DeadlineError, Problem, WireError
 from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import UpdateInfo
-from vllm_refit_ext.wires import collective, collective_group
+from vllm_refit_ext.wires import collective, collective_group, rendezvous
 
 HOSTS = Hosts("a", "a")
 
@@ -104,3 +104,11 @@ def test_the_environment_is_as_it_was_also_when_nccl_does_not_come_up(monkeypatc
             collective_group.run_until(time.monotonic() + 0.2, "the group did not come up", "here", connect)
         assert os.environ.get(collective_group._HANDLING) == before
     assert seen == [("0", threading.current_thread())] * 2
+
+
+@pytest.mark.parametrize("kind", ["Problem", "gave_up", "msgspec", "no such class"])
+def test_a_peer_names_a_class_of_errors_or_none(kind):
+    """A verdict comes out of the store: whatever stands in it, its problems are raised."""
+    error = rendezvous._error(rendezvous.Verdict(problems=[Problem("it failed")], kind=kind))
+    assert type(error) is WireError
+    assert error.problems == [Problem("it failed")]

@@ -112,3 +112,18 @@ class VerifyError(RefitError):
 def gave_up(where: str) -> Problem:
     """What every rank says of a peer that ended a refit for itself. where: the wire and the peer."""
     return Problem("it gave up this refit", where, do="see its error; refit once more")
+
+
+def class_of(name: str, otherwise: type[RefitError] = RefitError) -> type[RefitError]:
+    """The class of errors that a peer calls `name`; `otherwise` where there is none."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, RefitError) else otherwise
+
+
+def as_refit_error(error: BaseException, where: str = "", do: str = "") -> RefitError:
+    """`error`, or one of ours with its class and text where it is not: peers wait for this rank and must learn of it."""
+    if isinstance(error, RefitError):
+        return error
+    unforeseen = RefitError(f"{type(error).__name__}: {error}", where=where, do=do)
+    unforeseen.__cause__ = error
+    return unforeseen

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, TornError
+from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, TornError, class_of
+from vllm_refit_ext.core.errors import as_refit_error as named
 from vllm_refit_ext.receiver.engine import Engine
 from vllm_refit_ext.wires.rendezvous import run_until
 
@@ -116,13 +117,7 @@ def begin(view: Engine, attempt: str) -> None:
 
 def as_refit_error(error: BaseException, where: str) -> RefitError:
     """`error`, or what nobody foresaw as an error that can be agreed upon."""
-    if isinstance(error, RefitError):
-        return error
-    unforeseen = RefitError.of(
-        [Problem(f"{type(error).__name__}: {error}", where, do="this is a defect: report it with the engine's log")]
-    )
-    unforeseen.__cause__ = error
-    return unforeseen
+    return named(error, where, "this is a defect: report it with the engine's log")
 
 
 @contextlib.contextmanager
@@ -259,10 +254,5 @@ def _both(error: RefitError | None, second: RefitError) -> RefitError:
 
 
 def _gravest(kinds: list[str]) -> type[RefitError]:
-    known = {cls.__name__: cls for cls in _tree(RefitError)}
-    classes = [known.get(kind, RefitError) for kind in kinds]
+    classes = [class_of(kind) for kind in kinds]
     return next((cls for cls in classes if issubclass(cls, TornError)), classes[0])
-
-
-def _tree(root: type[RefitError]) -> list[type[RefitError]]:
-    return [root, *(cls for child in root.__subclasses__() for cls in _tree(child))]

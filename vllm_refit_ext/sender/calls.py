@@ -10,8 +10,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from vllm_refit_ext.client import EngineClient, start
-from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError
-from vllm_refit_ext.sender.ranks import as_refit_error
+from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, as_refit_error
 
 T = TypeVar("T")
 

@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from vllm_refit_ext.core import errors
-from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError
+from vllm_refit_ext.core.errors import DeadlineError, Problem, as_refit_error, class_of
 from vllm_refit_ext.wires.rendezvous import put_parts, take_parts
 
 
@@ -38,10 +37,8 @@ class Answer(msgspec.Struct, frozen=True):
     def unwrap(self) -> bytes:
         """The value. Raises the error that the problems were."""
         if self.problems:
-            kind: type[RefitError] = getattr(errors, self.kind, RefitError)
-            raise kind.of(
-                self.problems, f"the refit failed with {len(self.problems)} problem(s)" if len(self.problems) > 1 else ""
-            )
+            text = f"the refit failed with {len(self.problems)} problem(s)" if len(self.problems) > 1 else ""
+            raise class_of(self.kind).of(self.problems, text)
         return self.value
 
 
@@ -52,11 +49,6 @@ def answer_of(work: Callable[[], bytes]) -> Answer:
     except Exception as error:  # noqa: BLE001 - it must reach the other ranks, which wait for this one
         known = as_refit_error(error)
         return Answer(problems=known.problems, kind=type(known).__name__)
-
-
-def as_refit_error(error: BaseException) -> RefitError:
-    """`error`, or its class and text where it is not one of ours."""
-    return error if isinstance(error, RefitError) else RefitError(f"{type(error).__name__}: {error}")
 
 
 class Ranks:

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from vllm_refit_ext.client import LATE_S, EngineClient
-from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, SessionError
+from vllm_refit_ext.core.errors import ConfigError, Problem, RefitError, SessionError, as_refit_error
 from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import Offer, pack_offer, suggest
 from vllm_refit_ext.core.messages import UpdateInfo, UpdateReport
@@ -33,7 +33,7 @@ from vllm_refit_ext.sender.config import SenderConfig
 from vllm_refit_ext.sender.engines import Engines
 from vllm_refit_ext.sender.prepared import EngineRanks, Offered, Prepared, RankPart, joined, make_source
 from vllm_refit_ext.sender.publication import Publication, Publisher, Retain, check_part, everything
-from vllm_refit_ext.sender.ranks import Ranks, answer_of, as_refit_error
+from vllm_refit_ext.sender.ranks import Ranks, answer_of
 from vllm_refit_ext.sender.report import RefitReport as RefitReport
 from vllm_refit_ext.sender.source import Source
 from vllm_refit_ext.sender.verify import sent_digests, wanted_digests

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from vllm_refit_ext.core import errors
-from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, WireError
+from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, WireError, class_of
 
 T = TypeVar("T")
 
@@ -274,8 +273,7 @@ def _decide(store: Any, key: str, verdict: Verdict) -> Verdict:
 
 
 def _error(verdict: Verdict) -> RefitError:
-    kind: type[RefitError] = getattr(errors, verdict.kind, WireError)
-    return kind.of(verdict.problems)
+    return class_of(verdict.kind, WireError).of(verdict.problems)
 
 
 def _wait(store: Any, key: str, deadline: float) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from vllm_refit_ext.core.errors import RefitError, WireError, gave_up
+from vllm_refit_ext.core.errors import RefitError, WireError, as_refit_error, gave_up
 from vllm_refit_ext.core.messages import RingInfo
 from vllm_refit_ext.wires.collective_group import POLL_S, Backend, Group, Link, P2POp, Work
 from vllm_refit_ext.wires.rendezvous import CONNECT_S, GOING, StoreServer, open_store
@@ -72,7 +72,7 @@ class Communicator:
     def fail(self, error: BaseException) -> BaseException:
         """Give up: stop the other ranks and leave the group. Returns the error to raise, which names the cause if it lies
         elsewhere."""
-        mine = error if isinstance(error, RefitError) else RefitError(f"{type(error).__name__}: {error}", where=f"wire {WIRE}")
+        mine = as_refit_error(error, f"wire {WIRE}")
         if self._link.store is not None:
             with contextlib.suppress(RefitError):
                 first = self._link.store.stop(f"{self._session}/{GOING}", mine, time.monotonic() + CONNECT_S)
