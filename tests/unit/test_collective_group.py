@@ -90,7 +90,7 @@ def spoilt(folder: str, how: str) -> list[tuple[str, str, float]]:
     me = Rank(folder, _me(), engines=3, hosts=HOSTS)
     out = []
     if me.rank == 0:
-        key = f"forward/{msgspec.msgpack.decode(me.sender.begin(me.tensors))['forwarding']}"
+        key = f"forward/{collective.info([me.sender.begin(me.tensors)]).forwarding}"
         store = me.sender._server.served[2]
         good = store.get(f"{key}/1/0")
         if how == "absent":
