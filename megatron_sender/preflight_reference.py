@@ -27,18 +27,10 @@ FP8_PARAM = f"{MEGATRON}.fp8_cfg.fp8_param"
 _LAYERS = "Layer numbers come from Megatron's modules themselves."
 
 PRECONDITIONS = (
-    Precondition(
-        1,
-        f"{GENERATION}.colocated.enabled",
-        "false",
-        "applies",
-        "Two NCCL ranks can't share a GPU. Colocated engines take the wire `ipc`.",
-    ),
+    Precondition(1, f"{GENERATION}.colocated.enabled", "false", "applies", "Two NCCL ranks can't share a GPU; wire `ipc` can."),
     Precondition(2, f"{GENERATION}.backend", "vllm", "applies", "The receiver is a vLLM extension."),
     Precondition(3, f"{GENERATION}.vllm_kwargs.enable_eplb", "false", "applies", "It moves experts after the plan is made."),
-    Precondition(
-        4, f"{GENERATION}.real_quant", "false", "applies", "It calibrates and packs at load; no plan can write that in place."
-    ),
+    Precondition(4, f"{GENERATION}.real_quant", "false", "applies", "It calibrates and packs at load."),
     Precondition(5, f"{MEGATRON}.enabled", "true", "applies", "The sender reads Megatron's shards."),
     Precondition(6, "policy.dtensor_cfg.enabled", "false", "applies", "The sender reads Megatron's shards."),
     Precondition(7, f"{MEGATRON}.expert_tensor_parallel_size", "1", "lifted", "It is one more cut of the source boxes."),
@@ -46,40 +38,14 @@ PRECONDITIONS = (
     Precondition(9, f"{MEGATRON}.virtual_pipeline_model_parallel_size", "unset or 1", "lifted", _LAYERS),
     Precondition(10, f"{MEGATRON}.account_for_embedding_in_pipeline_split", "false", "lifted", _LAYERS),
     Precondition(11, f"{MEGATRON}.account_for_loss_in_pipeline_split", "false", "lifted", _LAYERS),
+    Precondition(12, f"{VLLM}.precision", "unset, auto, bf16, bfloat16 or fp8", "applies", "No writer knows another format."),
+    Precondition(13, FP8_PARAM, "false for an MXFP8 engine (is_mx)", "applies", "Values and scales lie apart there."),
     Precondition(
-        12,
-        f"{VLLM}.precision",
-        "unset, auto, bf16, bfloat16 or fp8",
-        "applies",
-        "Another value is a format that no writer knows.",
+        14, f"{MEGATRON}.fp8_cfg.fp8_recipe", "blockwise when fp8_param feeds FP8", "tightened", "No FP8 storage is read here."
     ),
+    Precondition(15, "policy.precision", "bfloat16 for an MXFP8 engine", "applies", "A fresh engine rounds to BF16 first."),
     Precondition(
-        13,
-        FP8_PARAM,
-        "false when the engine's FP8 is MXFP8 (is_mx)",
-        "applies",
-        "FP8 storage keeps values and scales apart; FP8 compute over BF16 storage is fine.",
-    ),
-    Precondition(
-        14,
-        f"{MEGATRON}.fp8_cfg.fp8_recipe",
-        "blockwise when fp8_param feeds an FP8 engine",
-        "tightened",
-        "No FP8 storage is read here: values and scales lie apart.",
-    ),
-    Precondition(
-        15,
-        "policy.precision",
-        "bfloat16 when the engine quantises to MXFP8",
-        "applies",
-        "A fresh engine rounds to BF16 before it quantises, so the bits would differ.",
-    ),
-    Precondition(
-        16,
-        f"{VLLM}.is_mx",
-        "is_mx or fp8_param when precision is fp8",
-        "applies",
-        "Nothing here quantises to 128 x 128 blocks: an FP8 engine is an MXFP8 engine.",
+        16, f"{VLLM}.is_mx", "is_mx or fp8_param when precision is fp8", "applies", "Nothing here quantises to 128 x 128 blocks."
     ),
     Precondition(17, FP8_PARAM, "false when the engine is not FP8", "applies", "A BF16 engine has no use for FP8 storage."),
     Precondition(
@@ -87,15 +53,9 @@ PRECONDITIONS = (
         f"{VLLM}.expert_parallel_size",
         "1 or equal to tensor_parallel_size",
         "relaxed",
-        "Each rank gets the experts it holds; vLLM's own rule remains: 1, or a multiple of tensor_parallel_size.",
+        "vLLM wants 1 or a multiple of tensor_parallel_size.",
     ),
-    Precondition(
-        19,
-        f"{VLLM}.pipeline_parallel_size",
-        "1",
-        "lifted",
-        "Routes are recorded on each engine rank, so a stage asks for its own layers only.",
-    ),
+    Precondition(19, f"{VLLM}.pipeline_parallel_size", "1", "lifted", "A stage's routes ask for its own layers only."),
 )
 """All nineteen, in the reference system's order."""
 
