@@ -78,7 +78,8 @@ class SourceMap:
         """Finish late parameter gathers, then take up tensors that moved. Returns the names of their buffers. Collective where
         `settle` is.
 
-        The table itself stays: its offsets count from each tensor's start. Raises WireError like `check_live`, for the rest.
+        The table itself stays: its offsets count from each tensor's start. Raises WireError, naming every tensor that is empty or
+        changed its strides, shape or dtype.
         """
         self.settle()
         try:
@@ -90,8 +91,8 @@ class SourceMap:
         if found == self.addresses:
             return []
         if found is None or any(not at and known.numel() for at, known in zip(found, self.tensors, strict=True)):
-            self.check_live()
-            return []
+            problems = misfits(now, self.placements.buffers) or [Problem("a tensor has no memory", "the model")]
+            raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer can't be read as the source map says")
         moved = [i for i, (at, known) in enumerate(zip(found, self.addresses, strict=True)) if at != known]
         for i in moved:
             self.tensors[i] = now[i].detach()

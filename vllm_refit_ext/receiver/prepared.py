@@ -125,7 +125,7 @@ def prepare(view: Engine, info: object, fp8_config: object, keep: object, reload
     derived = view.derived(targets.written())
     reloading = reload_bytes(view, targets)
     writer = writer_for(plan, targets, view, made)
-    if isinstance(writer, KernelWriter):
+    if isinstance(writer, KernelWriter) and (coded or not fp8.prequantize):  # else it only asks what to quantise
         with clock("compile"):
             writer.compile()
     prepared = Prepared(
