@@ -21,39 +21,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from vllm_refit_ext.engine.hooks import HOOKS
+
 logger = logging.getLogger(__name__)
-
-
-def _register_backend(module: Any) -> None:
-    factory = module.WeightTransferEngineFactory
-    if "refit" not in factory._registry:
-        factory.register_engine("refit", "vllm_refit_ext.engine.weight_transfer", "RefitEngine")
-
-
-def _guard_engine(module: Any) -> None:
-    from vllm_refit_ext.engine import core_hook
-
-    core_hook.wrap(module)
-
-
-def _guard_frontend(module: Any) -> None:
-    from vllm_refit_ext.engine import frontend
-
-    frontend.wrap(module)
-
-
-def _reach_replicas(module: Any) -> None:
-    from vllm_refit_ext.engine import frontend
-
-    frontend.wrap_client(module)
-
-
-HOOKS: dict[str, Callable[[Any], None]] = {
-    "vllm.distributed.weight_transfer.factory": _register_backend,
-    "vllm.v1.engine.core": _guard_engine,
-    "vllm.v1.engine.output_processor": _guard_frontend,
-    "vllm.v1.engine.core_client": _reach_replicas,
-}
 
 
 class _Later(importlib.abc.MetaPathFinder):

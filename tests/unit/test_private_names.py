@@ -66,6 +66,8 @@ def test_only_the_engines_room_touches_what_vllm_keeps_to_itself() -> None:
 
 
 def test_only_the_engines_room_imports_vllm() -> None:
+    named = [str(f) for f, tree in product() if "engine" not in f.parts and any(name in NEEDED for name in names_in(tree))]
+    assert named == [], "modules of vLLM by name"
     assert [str(f) for f, tree in product() if "engine" not in f.parts and list(imports_of(tree))] == []
 
 
