@@ -98,6 +98,7 @@ class DTensorSource:
         self._places = [p for p, _ in offered]
         self._locals = [local for _, local in offered]
         self._known = [p.tensor for p in self._places]
+        self._cut = [hasattr(tensor, "_local_tensor") for tensor in self._known]
         self.addresses = [t.data_ptr() for t in self.tensors]
         self._look = Look(self.placements.buffers)
 
@@ -125,6 +126,7 @@ class DTensorSource:
                 problems.append(Problem("it is another part of its tensor than the sender was made for", p.name, got, wanted, do))
             else:
                 self.tensors[i], self._locals[i], self._known[i] = now.memory, now, p.tensor
+                self._cut[i] = hasattr(p.tensor, "_local_tensor")
         if problems:
             raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not what the sender was made for")
         self.addresses = [t.data_ptr() for t in self.tensors]
@@ -137,7 +139,8 @@ class DTensorSource:
             raise WireError("a parameter was taken out of the model", where=str(error)) from error
         if not all(map(operator.is_, now, self._known)):
             return False
-        return self._look([getattr(t, "_local_tensor", t) for t in now]) == self.addresses
+        locals_ = [t._local_tensor if cut else t for t, cut in zip(now, self._cut, strict=True)]
+        return self._look(locals_) == self.addresses
 
     def _reshard(self) -> None:
         for module in self._sharded:
