@@ -202,6 +202,14 @@ def test_an_update_returns_every_ranks_report():
     assert FunctionClient(lambda method, *_: answers[method]).update(INFO) == [report]
     with pytest.raises(RefitError, match="another version"):
         FunctionClient(lambda method, *_: answers[method]).update(UpdateInfo(wire="shm", version="w", session="s"))
+    asked: list[str] = []
+
+    def statuses(method: str, *_: object) -> list[object]:
+        asked.append(method)
+        return answers["refit_status"]
+
+    assert FunctionClient(statuses).update(INFO) == [report]
+    assert asked == ["update_weights"], "replies that are statuses need no second call"
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -241,3 +241,24 @@ def test_no_gpu_is_said(plan):
         with pytest.raises(Exception, match="needs a GPU"):
             ipc.open_reader(update, plan, {})
     assert np.unique(plan.source).tolist() == [0, 1]
+
+
+def test_memory_that_was_freed_and_lies_where_it_lay_is_exported_anew(device, plan, monkeypatch):
+    """The driver gave an allocation back: handles are compared, and sent again only where they are others."""
+    both, held, freed, generation = senders(plan), tensors(), [0], [0]
+    monkeypatch.setattr(ipc, "_segments_freed", lambda flag: freed[0])
+    monkeypatch.setattr(cuda_ipc, "export", lambda base: bytes([generation[0]]) * cuda_ipc.HANDLE_BYTES)
+    known = [[t.data_ptr()] for t in held]
+
+    def exports():
+        for s, addresses in zip(both, known, strict=True):
+            s.addresses = addresses
+        return [bool(r.export) for r in begin(both, held, monkeypatch).ranks]
+
+    assert exports() == [True, True]
+    assert exports() == [False, False]
+    freed[0] = 1
+    assert exports() == [False, False], "something else was freed"
+    freed[0], generation[0] = 2, 1
+    assert exports() == [True, True]
+    assert exports() == [False, False]
