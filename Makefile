@@ -1,5 +1,5 @@
 # Two commands from a fresh clone with python3, pip and make: `make demo` and `make test`. Each sets up .venv by itself.
-.PHONY: .setup demo test test-all test-unit test-engine test-gpu test-nixl test-oldest lint bench-planning pins clean
+.PHONY: .setup demo scenarios test test-all test-unit test-engine test-gpu test-nixl test-oldest lint bench-planning pins clean
 
 RUN = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 .venv/bin/python
 # Each file in a process of its own, one for each core at a time, and a table of their times.
@@ -12,6 +12,9 @@ OLDEST = $(addprefix tests/unit/test_,$(addsuffix .py,config_sender digest ipc p
 
 demo: .setup           ## the main job: train, sample and refit on this machine's CPU
 	$(RUN) examples/colocated_sync_rl.py
+
+scenarios: .setup      ## what versions are for: seven scenarios on this machine's CPU, a JSON file each
+	$(RUN) benchmarks/scenarios.py
 
 test: .setup lint      ## lint, types and the tests of this machine, but for the longest
 	@tools/oldest.sh tests/unit/test_digest.py tests/unit/test_plan.py tests/unit/test_shm.py tests/unit/test_residency.py

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from examples.support.grpo import PROMPT, PROMPTS, Trainer, advantages, mean_kl, rewards, rise_problems
 from examples.support.launch import run_ranks
-from examples.support.record import conclude
+from examples.support.record import conclude, set_up
 from examples.support.tiny_model import import_megatron, save_model
 from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.sender import RefitSender, SenderConfig
@@ -109,24 +108,38 @@ class Step:
     train_s: float
 
 
+def engine_settings(settings: Settings) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM` for the tiny model."""
+    values = {
+        "worker_extension_cls": settings.extension,
+        "dtype": settings.dtype,
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "max_num_seqs": len(PROMPTS) * settings.samples,
+        "kv_cache_memory_bytes": 64 << 20,
+        "seed": settings.seed,
+    }
+    on_gpu = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3} if settings.device == "cuda" else {}
+    return values | on_gpu | ({"quantization": "mxfp8"} if settings.mxfp8 else {})
+
+
+def sampled(outputs: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's outputs as tokens [answers, prompt + answer] and log-probabilities [answers, answer] of the answers' tokens."""
+    tokens, logprobs = [], []
+    for request in outputs:
+        for answer in request.outputs:
+            tokens.append([*request.prompt_token_ids, *answer.token_ids])
+            logprobs.append([entry[t].logprob for entry, t in zip(answer.logprobs, answer.token_ids, strict=True)])
+    return torch.tensor(tokens), torch.tensor(logprobs)
+
+
 class Engine:
     """The vLLM engine, held by trainer rank 0; its worker is a process of its own."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         from vllm import LLM, SamplingParams
 
-        self.llm = LLM(
-            model=str(folder),
-            worker_extension_cls=settings.extension,
-            dtype=settings.dtype,
-            enforce_eager=True,
-            max_model_len=64,
-            max_num_seqs=len(PROMPTS) * settings.samples,
-            kv_cache_memory_bytes=64 << 20,
-            seed=settings.seed,
-            **({"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3} if settings.device == "cuda" else {}),
-            **({"quantization": "mxfp8"} if settings.mxfp8 else {}),
-        )
+        self.llm = LLM(model=str(folder), **engine_settings(settings))
         self.prompts = [self.llm.get_tokenizer().encode(p, add_special_tokens=False) for p in PROMPTS]
         self.sampling = SamplingParams(
             n=settings.samples, temperature=1.0, max_tokens=settings.tokens, ignore_eos=True, logprobs=0
@@ -135,12 +148,7 @@ class Engine:
     def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [answers, prompt + answer] and the engine's log-probabilities [answers, answer] of the answers' tokens."""
         prompts = [{"prompt_token_ids": p} for p in self.prompts]
-        tokens, logprobs = [], []
-        for request in self.llm.generate(prompts, self.sampling, use_tqdm=False):
-            for answer in request.outputs:
-                tokens.append([*request.prompt_token_ids, *answer.token_ids])
-                logprobs.append([entry[t].logprob for entry, t in zip(answer.logprobs, answer.token_ids, strict=True)])
-        return torch.tensor(tokens), torch.tensor(logprobs)
+        return sampled(self.llm.generate(prompts, self.sampling, use_tqdm=False))
 
     def close(self) -> None:
         """End the engine's processes."""
@@ -316,9 +324,7 @@ def main(settings: Settings | None = None) -> int:
 
 def judge(settings: Settings, trainer: str, run: Callable[[Path], list[dict[str, Any]]]) -> int:
     """Make the model, `run` with its folder, plot, record. Returns the exit status."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    settings.out.mkdir(parents=True, exist_ok=True)
+    set_up(settings.out)
     begin = time.perf_counter()
     found = run(make_model(settings))
     steps = [Step(**step) for step in found]

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 from examples import colocated_sync_rl as sync
 from examples.support.grpo import PROMPT, PROMPTS, Trainer, advantages, rewards, rise_problems
 from examples.support.launch import run_ranks
-from examples.support.record import conclude
+from examples.support.record import conclude, set_up
 from examples.support.server import vllm_server
 
 
@@ -191,10 +191,8 @@ def verdict(steps: list[Step]) -> list[str]:
 def main(settings: Settings | None = None) -> int:
     """Run, record, judge."""
     settings = settings or Settings()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    set_up(settings.out)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    settings.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     folder = sync.make_model(sync.Settings(out=settings.out, seed=settings.seed))
     with serve(folder, settings) as (url, _):

@@ -130,7 +130,7 @@ def serve(request: int, reply: int, preload: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     for item in preload:
-        target = _load(item)
+        target = load(item)
         if ":" in item:
             target()
     while True:
@@ -153,12 +153,12 @@ def import_engine() -> None:
 
     def group_name(communicator: Any) -> str:
         members = "-".join(str(rank) for rank in communicator.ranks)
-        return f"{_engine_memory_name(int(os.environ['MASTER_PORT']))}-{communicator.unique_name}-[{members}]-cpushm"
+        return f"{engine_memory_name(int(os.environ['MASTER_PORT']))}-{communicator.unique_name}-[{members}]-cpushm"
 
     _CPUSHMDistributed.make_group_name = staticmethod(group_name)
 
 
-def _engine_memory_name(port: int) -> str:
+def engine_memory_name(port: int) -> str:
     return f"ranks-{os.getuid()}-{port}"
 
 
@@ -206,7 +206,7 @@ def _run_job(job: dict[str, Any], pipes: tuple[int, int]) -> dict[str, Any]:
             os.waitpid(pid, 0)
             del _children[pid]
         outcome = [_read_outcome(Path(folder) / str(rank)) for rank in range(ranks)]
-    for leftover in Path("/dev/shm").glob(f"*{_engine_memory_name(store.port)}*"):
+    for leftover in Path("/dev/shm").glob(f"*{engine_memory_name(store.port)}*"):
         leftover.unlink()
     own = [f"rank {rank} of {ranks}:\n{text}" for rank, (ok, text) in enumerate(outcome) if ok is False]
     if own or failed:
@@ -266,7 +266,7 @@ def _be_rank(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
             import torch.distributed as dist
 
             dist.init_process_group("gloo", timeout=timedelta(seconds=job["timeout"]))
-        payload: tuple[bool, Any] = (True, _load(job["function"])(*job["args"]))
+        payload: tuple[bool, Any] = (True, load(job["function"])(*job["args"]))
         blob = pickle.dumps(payload)
         status = 0
     except BaseException:  # noqa: BLE001 - the traceback goes to the caller, whatever it is
@@ -286,7 +286,7 @@ def _read_outcome(path: Path) -> tuple[bool | None, Any]:
     return outcome
 
 
-def _load(name: str) -> Any:
+def load(name: str) -> Any:
     """The module or the function that `module`, `module:qualname` or `/path/file.py:qualname` names."""
     import importlib
     import importlib.util

@@ -1,13 +1,21 @@
-"""The end of a run: a JSON record, and the verdict."""
+"""The beginning of a run: what vLLM finds in its environment. Its end: a JSON record, and the verdict."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+
+def set_up(out: Path) -> None:
+    """Make the folder, and keep vLLM off the network, unbound to cores and quiet."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def conclude(

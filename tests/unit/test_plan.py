@@ -14,6 +14,7 @@ from vllm_refit_ext.core.errors import PlanError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.core.replicas import deal
 
 
 def execute(plan, source_memory, target_memory):
@@ -142,6 +143,31 @@ def test_replicas_are_balanced():
     plan = build_plan(manifest(**{f"t{i}": ((4, 6), "float32") for i in range(64)}), sources, targets)
     assert {e.nbytes for e in plan.edges()} == {8 * 96}
     assert len(plan.edges()) == 32
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=40), st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(0, 9)
+)
+def test_boxes_are_dealt_to_the_holder_with_the_least(sizes, load, first):
+    sizes = sorted(sizes, reverse=True)
+    mine, wanted = list(load), []
+    for size in sizes:
+        wanted.append(min(range(len(mine)), key=lambda h: (mine[h], (h - first) % len(mine))))
+        mine[wanted[-1]] += size
+    had = np.array(load, np.int64)
+    assert deal(np.array(sizes, np.int64), had, first).tolist() == wanted
+    assert had.tolist() == mine
+
+
+def test_what_one_rank_alone_holds_is_counted():
+    """Rank 0 alone holds half of all; the copies come from the others."""
+    from vllm_refit_ext.core.placement import concatenate
+
+    sources = concatenate([one("own", rank=0), *(one(n, rank=r) for r in range(3) for n in ("a", "b"))])
+    targets = concatenate([one(n, rank=0) for n in ("own", "a", "b")])
+    plan = build_plan(manifest(**dict.fromkeys(("own", "a", "b"), ((4, 6), "float32"))), sources, targets)
+    assert plan.by_source == {0: 96, 1: 96, 2: 96}
 
 
 def test_nearest_replica_is_used():

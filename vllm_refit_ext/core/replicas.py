@@ -4,9 +4,10 @@ Data parallelism, context parallelism and replicated heads put the same box on m
 set of ranks holds whole and that overlaps no other atom. Usually the atoms are the distinct boxes themselves; where distinct
 boxes overlap in part, they are cut on their common grid.
 
-The choice is made for each target rank by itself: its boxes of one set of holders are dealt out, largest first, in a fold
-(0 1 2 2 1 0 ...) that starts at another holder for each target rank. Each target loads its sources evenly, so the sum over all
-targets is even too, and no rank needs to know another's targets to plan.
+The choice is made for each target rank by itself, so that no rank needs to know another's targets to plan: its boxes are dealt
+out, largest first, each to the holder that this target rank reads least from so far, with what it must read anyway counted
+before. Equals take turns from another holder on for each target rank. Each target loads its sources evenly, so the sum over all
+targets is even too.
 """
 
 from __future__ import annotations
@@ -129,11 +130,16 @@ def choose(atoms: Atoms, atom: Int, target_rank: Int, size: Int, distance: NDArr
     if not len(many):
         return chosen
     sets, members = _holder_sets(atoms, np.unique(atom[many]))
-    group = sets[atom[many]]
-    # Largest first within (set, target rank); the manifest order breaks ties, so that the deal is the same everywhere.
-    order = np.lexsort((many, -size[many], target_rank[many], group))
-    many, group = many[order], group[order]
-    reader = target_rank[many]
+    names, known = np.unique(target_rank), np.unique(atoms.rank)
+    load = np.zeros((len(names), len(known)), np.int64)
+    alone = copies[atom] == 1
+    holds = atoms.rank[atoms.start[atom[alone]]]
+    np.add.at(load, (np.searchsorted(names, target_rank[alone]), np.searchsorted(known, holds)), size[alone])
+    # The sets with the fewest holders first, and of each set the largest boxes. The manifest order breaks ties, so that the deal
+    # is the same everywhere.
+    group, reader = sets[atom[many]], target_rank[many]
+    order = np.lexsort((many, -size[many], group, copies[atom[many]], reader))
+    many, group, reader = many[order], group[order], reader[order]
     edges = np.flatnonzero(np.concatenate([[True], (group[1:] != group[:-1]) | (reader[1:] != reader[:-1]), [True]]))
     for a, b in zip(edges, edges[1:], strict=False):
         ranks, me = members[group[a]], int(reader[a])
@@ -141,12 +147,30 @@ def choose(atoms: Atoms, atom: Int, target_rank: Int, size: Int, distance: NDArr
         if distance is not None:
             away = distance[ranks, me]
             near = np.flatnonzero(away == away.min())
-        n = len(near)
-        step = np.arange(b - a) % (2 * n)
-        fold = np.where(step < n, step, 2 * n - 1 - step)
-        pick = near[(fold + me) % n]
+        at = np.searchsorted(names, me), np.searchsorted(known, ranks[near])
+        mine = load[at]
+        pick = near[deal(size[many[a:b]], mine, me)]
+        load[at] = mine
         chosen[many[a:b]] = atoms.holder[atoms.start[atom[many[a:b]]] + pick]
     return chosen
+
+
+def deal(size: Int, load: Int, first: int) -> Int:
+    """Deal out boxes, each to the holder with the least so far. size: int64 [n], falling. load: int64 [holders], what each has;
+    changed. first: who of equals begins. Returns int64 [n], the holder of each.
+    """
+    dealt, holders = np.zeros(len(size), np.int64), len(load)
+    turn = (np.arange(holders) - first) % holders
+    edges = np.flatnonzero(np.diff(size, prepend=-1, append=-1))
+    for a, b in zip(edges.tolist(), edges[1:].tolist(), strict=False):
+        # Of boxes of one size holder h has load[h] + m * size before its m-th: the least of these numbers, in order.
+        one, count = int(size[a]), b - a
+        most = min(count, -(-int(load.max() - load.min()) // one) + -(-count // holders) + 1)
+        before = (load[:, None] + one * np.arange(most)).ravel()
+        who = np.lexsort((np.repeat(turn, most), before))[:count] // most
+        dealt[a:b] = who
+        load += one * np.bincount(who, minlength=holders)
+    return dealt
 
 
 def _holder_sets(atoms: Atoms, which: Int) -> tuple[Int, list[Int]]:
