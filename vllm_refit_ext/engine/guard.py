@@ -52,10 +52,16 @@ def commit(worker: Any) -> None:
     Part of the commit itself: whatever fails after it, the engine process learns that the weights are new.
     """
     worker._refit_commits = getattr(worker, "_refit_commits", 0) + 1
-    worker._refit_torn = ""
+    worker._refit_torn, worker._refit_asked = "", False
     worker.__dict__.pop("execute_model", None)
 
 
 def report(worker: Any, nonce: str = "") -> dict[str, Any]:
     """The worker's mark as plain values. Sent to every worker by the engine process, so it takes vLLM's wrapper too."""
+    getattr(worker, "worker", worker)._refit_asked = True
     return {"torn": getattr(worker, "_refit_torn", ""), "commits": getattr(worker, "_refit_commits", 0), "nonce": nonce}
+
+
+def asked(worker: Any) -> bool:
+    """Whether the engine process has asked for this worker's mark since the last commit, so that it knows of it."""
+    return bool(getattr(worker, "_refit_asked", False))

@@ -12,6 +12,9 @@ def _register_backend(module: Any) -> None:
     factory = module.WeightTransferEngineFactory
     if "refit" not in factory._registry:
         factory.register_engine("refit", "vllm_refit_ext.engine.weight_transfer", "RefitEngine")
+    trainers = getattr(module, "WeightTransferTrainerFactory", None)  # since 0.28
+    if trainers is not None and "refit" not in trainers._registry:
+        trainers.register_engine("refit", "vllm_refit_ext.sender.trainer_engine", "RefitTrainerEngine")
 
 
 def _guard_engine(module: Any) -> None:

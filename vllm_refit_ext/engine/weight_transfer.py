@@ -26,13 +26,16 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError
-from vllm_refit_ext.engine import versions
+from vllm_refit_ext.core.messages import Message
+from vllm_refit_ext.engine import guard, versions
 from vllm_refit_ext.engine.rank import EngineRank
 from vllm_refit_ext.receiver import agree
 from vllm_refit_ext.receiver.engine import Engine
+from vllm_refit_ext.wires.answers import ANSWER_TO, answer
 
 OURS = "wire"
 PREPARE = "state_dict_info"
@@ -107,6 +110,7 @@ class RefitEngine:
         self._handler: Handler | None = None
         self.started = False
         self.postponed: Callable[[], None] | None = None
+        self._committed: tuple[object, str] = (None, "")
         self.native = {name: getattr(type(worker), name).__get__(worker) for name in CALLS}
         for name in CALLS:
             setattr(worker, name, getattr(self, f"worker_{name}"))
@@ -176,6 +180,12 @@ class RefitEngine:
                 )
             )
         self.started, self.postponed = False, None
+        (to, policy), self._committed = self._committed, (None, "")
+        if to is not None:
+            # The engine process asked for this worker's mark after the commit; had it failed to reset the caches then, the update
+            # would have raised, and nobody would finish it.
+            caches = policy if guard.asked(self.worker) else ""
+            self._reply(to, msgspec.structs.replace(self.handler.status(), caches=caches))
 
     # -- vLLM's weight-transfer engine ---------------------------------------------------------------------------------------
 
@@ -191,6 +201,7 @@ class RefitEngine:
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Prepare this rank, as the RPC `prepare_refit_info` does. Raises every rank's problems on the rank that speaks."""
         handler = self.handler
+        init_info, to = _without_answer_to(init_info)
         try:
             inspect.signature(handler.prepare).bind(**init_info)
         except TypeError as error:
@@ -204,7 +215,7 @@ class RefitEngine:
                 )
             )
             return
-        handler.prepare(**init_info)
+        self._reply(to, handler.prepare(**init_info))
         if handler.refused is not None:
             agree.surface(self.view, handler.refused)
 
@@ -220,12 +231,18 @@ class RefitEngine:
 
     def update_weights(self, update_info: Any) -> None:
         """One refit. Returns when every rank has committed; otherwise the rank that speaks raises what all ranks found."""
+        update_info, to = _without_answer_to(update_info)
         try:
             with torch.no_grad():
                 self.handler.update(update_info)
         except Exception as error:  # noqa: BLE001 - what nobody foresaw is said like the rest
             self.started = False
-            agree.surface(self.view, agree.as_refit_error(error, "update_weights"))
+            known = agree.as_refit_error(error, "update_weights")
+            if to is not None:
+                self._reply(to, msgspec.structs.replace(self.handler.status(), problems=known.problems))
+            agree.surface(self.view, known)
+        else:
+            self._committed = (to, str(update_info.get("caches", "reset")) if to is not None else "")
 
     def receive_weights(self, update_info: Any, load_weights: object = None) -> None:
         """One refit, by the name that vLLM's own worker methods use. `load_weights` is not needed: routes write to the
@@ -256,6 +273,10 @@ class RefitEngine:
     def _is_ours(self, update_info: Any) -> bool:
         entries = update_info if isinstance(update_info, list) else [update_info]
         return any(isinstance(entry, dict) and OURS in entry for entry in entries)
+
+    def _reply(self, to: object, reply: Message) -> None:
+        """Leave this rank's reply where the caller waits for it, if it does."""
+        answer(to, self.view.rank, self.view.world_size, reply)
 
     def _answer(self, error: RefitError) -> None:
         """Raise an error that every rank finds by itself, because it depends on the calls so far alone."""
@@ -306,6 +327,13 @@ def answer_early(worker_class: Any) -> None:
 
         first._refit_native = native  # type: ignore[attr-defined]
         setattr(worker_class, name, first)
+
+
+def _without_answer_to(message: Any) -> tuple[Any, object]:
+    """A call's argument without the address that its replies go to, and that address; None where there is none."""
+    if not isinstance(message, dict) or ANSWER_TO not in message:
+        return message, None
+    return {key: value for key, value in message.items() if key != ANSWER_TO}, message[ANSWER_TO]
 
 
 def _refusal(what: str, do: str) -> SessionError:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm_refit_ext.sender.sender import RefitReport as RefitReport
     from vllm_refit_ext.sender.sender import RefitSender as RefitSender
     from vllm_refit_ext.sender.source import Source as Source
+    from vllm_refit_ext.sender.trainer_engine import RefitTrainerInitInfo as RefitTrainerInitInfo
 
 _HOMES = {
     "DTensorSource": "dtensor",
@@ -19,9 +20,10 @@ _HOMES = {
     "RefitSender": "sender",
     "SenderConfig": "config",
     "Source": "source",
+    "RefitTrainerInitInfo": "trainer_engine",
 }
 
-__all__ = ["DTensorSource", "RefitReport", "RefitSender", "SenderConfig", "Source"]
+__all__ = ["DTensorSource", "RefitReport", "RefitSender", "RefitTrainerInitInfo", "SenderConfig", "Source"]
 
 
 def __getattr__(name: str) -> Any:
