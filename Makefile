@@ -1,5 +1,5 @@
 # Two commands from a fresh clone with python3, pip and make: `make demo` and `make test`. Each sets up .venv by itself.
-.PHONY: .setup demo scenarios test test-all test-unit test-engine test-gpu test-nixl test-oldest lint bench-planning pins clean
+.PHONY: .setup demo scenarios test test-all test-unit test-engine test-gpu test-nixl test-oldest test-integrations lint bench-planning pins clean
 
 RUN = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 .venv/bin/python
 # Each file in a process of its own, one for each core at a time, and a table of their times.
@@ -38,6 +38,9 @@ test-engine: .setup    ## real vLLM engines and real Megatron, on a CPU
 
 test-gpu: .setup       ## on a machine with an NVIDIA GPU
 	$(RUN) -m pytest tests/gpu
+
+test-integrations: .setup  ## against Ray, in an environment of its own; not part of `make test`
+	@tools/integrations.sh
 
 lint: .setup
 	.venv/bin/ruff check .
