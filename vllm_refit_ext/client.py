@@ -136,14 +136,20 @@ class EngineClient(ABC):
         return self._ask(Status, "refit_status", (), deadline_s)
 
     def take(
-        self, version: str = "latest", registry: str = "", deadline_s: float = DEADLINE_S, caches: CachePolicy = "reset"
+        self,
+        version: str = "latest",
+        registry: str = "",
+        deadline_s: float = DEADLINE_S,
+        caches: CachePolicy = "reset",
+        serve: str = "",
     ) -> list[TakeReply]:
         """`refit_take` on all ranks: the engine takes a published version by itself, or says that it serves the newest.
 
-        version: a name, or `latest`. registry: its address, as the sender's `registry` says; empty for the last one.
+        version: a name, or `latest`. registry: its address, as the sender's `registry` says; empty for the last one. serve: the
+        wire (`ipc`, `shm`) by which other engines may copy what this one has; empty for none.
         Raises SessionError where a rank could not.
         """
-        call = (version, registry, deadline_s, caches, secrets.token_hex(8))
+        call = (version, registry, deadline_s, caches, secrets.token_hex(8), serve)
         replies = self._ask(TakeReply, "refit_take", call, deadline_s + LATE_S)
         raise_problems(replies, SessionError)
         return replies
@@ -155,13 +161,14 @@ class EngineClient(ABC):
         caches: CachePolicy = "reset",
         take_s: float = DEADLINE_S,
         deadline_s: float = DEADLINE_S,
+        serve: str = "",
     ) -> list[Status]:
         """`refit_follow` on all ranks: from now on the engine looks into the registry every `interval_s` seconds and takes what
-        is new between two steps, each within `take_s` seconds. An empty registry ends it.
+        is new between two steps, each within `take_s` seconds. An empty registry ends it. serve: as in `take`.
 
         Raises SessionError where the engine does not follow.
         """
-        replies = self._ask(Status, "refit_follow", (registry, interval_s, caches, take_s), deadline_s)
+        replies = self._ask(Status, "refit_follow", (registry, interval_s, caches, take_s, serve), deadline_s)
         if bool(registry) != all(s.following for s in replies):
             do = "leave the plugin `refit` on in the engine's process (see VLLM_PLUGINS)"
             got = "; ".join(sorted({str(p) for s in replies for p in s.problems})) or replies[0].following

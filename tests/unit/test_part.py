@@ -38,7 +38,7 @@ def test_a_module_of_the_reload_is_taken_whole() -> None:
         rank=0,
         placements=Placements.from_rows([], [], []),
         params={},
-        held={},
+        stored={},
         reload={"q": "packed", "k": "packed", "v": "packed"},
         reloaded={"attn.qk": 8, "attn.v": 4, "mlp.w": 2},
         dropped={},

@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError, WireError
-from vllm_refit_ext.wires.registry import Documents, Entry, StoreRegistry, find, serve, wait_for_leases
+from vllm_refit_ext.wires import registry as registries
+from vllm_refit_ext.wires.registry import Documents, Entry, Replica, StoreRegistry, find, serve, wait_for_leases
 
 
 def soon() -> float:
@@ -53,14 +55,13 @@ def test_a_version_goes_through_its_states(address: str) -> None:
 
 
 def test_nothing_of_a_version_is_left(address: str) -> None:
-    registry, documents = StoreRegistry(address), Documents(address)
+    registry = StoreRegistry(address)
     for n in range(20):
-        registry.put(entry(f"v{n}", f"e{n}", "ready"), soon())
-        digest = documents.put(b"x" * n, soon())
+        digest = Documents(address, f"e{n}").put(b"x" * n, soon())
+        registry.put(msgspec.structs.replace(entry(f"v{n}", f"e{n}", "ready"), offer=digest), soon())
         for holder in range(3):
             registry.lease(f"e{n}", f"engine {holder}", soon())
         registry.lease(f"e{n}", "engine 1", soon(), held=False)
-        documents.drop(digest, soon())
         registry.put(entry(f"v{n}", f"e{n}", "gone"), soon())
         registry.leases(f"e{n}", soon())
     registry.put(entry("v", "last", "gone"), soon())
@@ -132,14 +133,95 @@ def test_waiting_for_leases_ends(address: str) -> None:
     assert wait_for_leases(registry, "a", time.monotonic() + 20.0) == []
 
 
+def test_leases_and_replicas_end_where_nobody_renews_them(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = StoreRegistry(address)
+    registry.put(entry("v1", "a", "ready"), soon())
+    monkeypatch.setattr(registries, "LEASE_S", 0.3)
+    for holder in ("dies", "renews"):
+        registry.lease("a", holder, soon())
+    registry.put(replica("e1", expires=time.time() + 0.3), soon())
+    Documents(address, "e1").put(b"info", soon())
+    registry.lease("e1", "renews", soon())
+    assert [e.epoch for e in registry.entries(soon())] == ["a", "e1"]
+    registry.put(entry("v1", "a", "releasing"), soon())
+    for _ in range(5):
+        time.sleep(0.1)
+        registry.lease("a", "renews", soon())  # also once nobody new gets one
+    assert registry.leases("a", soon()) == ["renews"]
+    assert [e.epoch for e in registry.entries(soon())] == ["a"]
+    registry.put(entry("v1", "a", "gone"), soon())
+    with pytest.raises(SessionError, match="gone"):
+        registry.lease("a", "renews", soon())
+    registry.leases("a", soon())
+    keys = registry.connection.call(lambda store: store.call(lambda raw: raw.num_keys(), soon()), soon())
+    assert keys <= 2 + 1 + 2, "torch's own key, the entries, the counter of the last look, a document that no entry names"
+
+
+def replica(epoch: str, host: str = "h", claim: int = -1, done: dict[int, str] | None = None, expires: float = 0.0) -> Entry:
+    what = Replica("a", host, "m", "layout", 4, done or {}, claim)
+    return msgspec.structs.replace(entry("v1", epoch, "ready"), replica=what, expires=expires, number=1)
+
+
+def test_one_rank_of_a_host_reads_a_piece(address: str) -> None:
+    registry = StoreRegistry(address)
+    registry.put(replica("e1", claim=0), soon())
+    for claim, done in ((0, {}), (2, {0: "", 3: ""})):
+        registry.put(replica("e1", claim=claim, done=done), soon())
+        with pytest.raises(SessionError, match="reads this piece"):
+            registry.put(replica("e2", claim=claim), soon())
+    with pytest.raises(SessionError, match="reads this piece"):
+        registry.put(replica("e2", claim=3), soon())
+    registry.put(replica("e2", claim=1), soon())
+    registry.put(replica("e3", "another host", claim=2), soon())
+    given: list[int] = []
+
+    def claim(who: int) -> None:
+        mine = StoreRegistry(address)
+        for piece in range(4):
+            try:
+                mine.put(replica(f"t{who}", "third", piece, {n: "" for n in given if n < 0}), soon())
+                given.append(piece)
+            except SessionError:
+                pass
+
+    threads = [threading.Thread(target=claim, args=(who,)) for who in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({(r.claim, e.epoch) for e in registry.entries(soon()) if (r := e.replica) and r.host == "third"}) == len(
+        {r.claim for e in registry.entries(soon()) if (r := e.replica) and r.host == "third"}
+    )
+
+
+def test_a_version_lives_in_its_replicas(address: str) -> None:
+    registry = StoreRegistry(address)
+    whole = dict.fromkeys(range(4), "")
+    registry.put(entry("v1", "a", "ready"), soon())
+    registry.put(replica("e1", done={0: ""}), soon())
+    registry.put(replica("e2", done=whole), soon())
+    found = find(registry.entries(soon()), "v1")
+    assert found is not None
+    assert found.epoch == "a", "the trainer's while it is there"
+    registry.put(entry("v1", "a", "gone"), soon())
+    for layout in ("", "layout"):
+        found = find(registry.entries(soon()), "", True, layout)
+        assert found is not None
+        assert (found.epoch, found.of) == ("e2", "a")
+    assert find(registry.entries(soon()), "", True, "another layout") is None
+    registry.put(entry("v2", "b", "ready"), soon())
+    found = find(registry.entries(soon()), "", True)
+    assert found is not None
+    assert found.version == "v2"
+
+
 def test_documents_are_what_their_digest_says(address: str) -> None:
     documents = Documents(address)
     large = bytes(range(256)) * (9 << 12)
     digest = documents.put(large, soon())
     assert Documents(address).get(digest, soon()) == large
-    documents.drop(digest, soon())
     with pytest.raises(WireError, match="lacks what its message names"):
-        documents.get(digest, soon())
+        Documents(address, "another epoch").get(digest, soon())
 
 
 def test_a_registry_that_comes_back_is_found_again(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -178,6 +179,7 @@ def test_names_of_a_peer_are_checked(published, tmp_path):
         link.name,
         folder.name,
     ]
+    gc.collect()  # what other tests left open would be closed in between
     before = len(os.listdir("/proc/self/fd"))
     try:
         for name in names:

@@ -57,10 +57,12 @@ def not_shared(other: str) -> str:
 
 def this_host() -> str:
     """The name of this process's host."""
-    if named := os.environ.get(HOST_ID):
-        return named
+    return os.environ.get(HOST_ID) or f"{platform.node()}/{machine()}"
+
+
+def machine() -> str:
+    """The running kernel, whatever the host is called: what is not on it can't be mapped from here."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
     except OSError:
-        boot = "unknown"
-    return f"{platform.node()}/{boot[:8]}"
+        return "unknown"

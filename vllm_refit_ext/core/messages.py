@@ -252,8 +252,9 @@ class UpdateReport(Message, frozen=True, kw_only=True):
 class TakeReply(Envelope, frozen=True, kw_only=True):
     """What one engine rank answers to `refit_take`. problems: why nothing was taken. taken: whether a version was; where the
     newest is served already, or nothing is published, it is not. version, epoch: what is served now, and its publication.
-    received: as in `UpdateReport`. seconds: by phase: `find` (registry and lease), `prepare` where the offer was new, and those
-    of the refit."""
+    received: as in `UpdateReport`. replica: how this rank hands on what it serves, with the memory that takes, or why it does
+    not. seconds: by phase: `find` (registry and lease), `prepare` where the offer was new, and those of the refit: `register`
+    (what is read is opened), `read` (waiting for bytes), `write`, `commit`, and agreements."""
 
     rank: int
     problems: list[Problem] = []
@@ -261,6 +262,7 @@ class TakeReply(Envelope, frozen=True, kw_only=True):
     version: str = ""
     epoch: str = ""
     received: dict[str, int] = {}
+    replica: str = ""
     seconds: dict[str, float] = {}
 
 
@@ -269,7 +271,7 @@ class Status(Envelope, frozen=True, kw_only=True):
     were committed, in seconds since 1970 on that host. epoch: of their publication, where the engine took them. parts: where
     partial refits mixed versions, the version of each pattern, later ones over earlier ones; `*` is the last full one.
     following: the registry that the engine follows, how often it looks, and what keeps it from taking. skipped: versions that it
-    saw there and did not take, the last ones.
+    saw there and did not take, the last ones. replica: as in `TakeReply`.
     """
 
     rank: int
@@ -284,6 +286,7 @@ class Status(Envelope, frozen=True, kw_only=True):
     parts: dict[str, str] = {}
     following: str = ""
     skipped: list[str] = []
+    replica: str = ""
 
 
 class VerifyReply(Envelope, frozen=True, kw_only=True):

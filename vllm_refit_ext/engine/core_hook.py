@@ -51,8 +51,8 @@ WATCHED = (
 )
 PARAMETERS = {
     "update_weights": ("update_info",),
-    "refit_take": ("version", "registry", "deadline_s", "caches", "session"),
-    "refit_follow": ("registry", "interval_s", "caches", "deadline_s"),
+    "refit_take": ("version", "registry", "deadline_s", "caches", "session", "serve"),
+    "refit_follow": ("registry", "interval_s", "caches", "deadline_s", "serve"),
 }
 """Of the calls whose arguments are read here; they may come by position."""
 STEPS = ("step", "step_with_batch_queue")

@@ -68,21 +68,33 @@ class RefitWorkerExtension:
     @rpc(Status)
     def refit_status(self) -> Message:
         """State, version and last report of this rank, as a `Status`."""
-        return msgspec.structs.replace(receiver_of(self).status(), epoch=taker_of(self).epoch)
+        taker = taker_of(self)
+        return msgspec.structs.replace(receiver_of(self).status(), epoch=taker.epoch, replica=taker.replica)
 
     @rpc(TakeReply)
     def refit_take(
-        self, version: Any = "latest", registry: Any = "", deadline_s: Any = DEADLINE_S, caches: Any = "reset", session: Any = ""
+        self,
+        version: Any = "latest",
+        registry: Any = "",
+        deadline_s: Any = DEADLINE_S,
+        caches: Any = "reset",
+        session: Any = "",
+        serve: Any = "",
     ) -> Message:
         """Take a published version: the newest, or one by name. registry: host:port, empty for the last one. deadline_s: for all
-        of it. caches: see `core.messages.CachePolicy`. session: a name for this attempt, the same on all ranks. Returns a
-        `TakeReply`.
+        of it. caches: see `core.messages.CachePolicy`. session: a name for this attempt, the same on all ranks. serve: the wire
+        by which other engines may copy what this one has of it, or empty. Returns a `TakeReply`.
         """
-        return taker_of(self).take(version, registry, deadline_s, caches, str(session))
+        return taker_of(self).take(version, registry, deadline_s, caches, str(session), serve)
 
     @rpc(Status)
     def refit_follow(
-        self, registry: Any = "", interval_s: Any = 1.0, caches: Any = "reset", deadline_s: Any = DEADLINE_S
+        self,
+        registry: Any = "",
+        interval_s: Any = 1.0,
+        caches: Any = "reset",
+        deadline_s: Any = DEADLINE_S,
+        serve: Any = "",
     ) -> Message:
         """Take what is new in a registry from now on, between two steps; an empty registry ends it. The engine's process does
         that (`engine.follow`), and says so in `following` of the `Status` that this returns.

@@ -18,6 +18,7 @@ from typing import Any
 from vllm_refit_ext.core.errors import ConfigError, RefitError
 from vllm_refit_ext.core.messages import DEADLINE_S
 from vllm_refit_ext.engine import caches as policies
+from vllm_refit_ext.receiver.take import check_request
 from vllm_refit_ext.wires.registry import StoreRegistry, find
 
 WAKE = "refit-follow"
@@ -38,12 +39,15 @@ class Follower:
         interval_s: object = 1.0,
         caches: object = policies.POLICIES[0],
         deadline_s: object = DEADLINE_S,
+        serve: object = "",
     ) -> None:
         """Begin; arguments as the RPC `refit_follow` takes them. Raises ConfigError for those that can't work, and for an engine
         whose replicas would part."""
         self.core = core
         self.registry, self.interval_s = _text(registry), _seconds("interval_s", interval_s)
         self.policy, self.deadline_s = policies.known(caches, "refit_follow, caches"), _seconds("deadline_s", deadline_s)
+        check_request("latest", "", DEADLINE_S, serve)
+        self.serve = serve
         if core.vllm_config.parallel_config.data_parallel_size > 1:
             do = "pause generation and call refit_take, which reaches all replicas"
             raise ConfigError("data parallel replicas would change their weights at different steps", where="refit_follow", do=do)
@@ -74,11 +78,11 @@ class Follower:
                 continue
             if self.problem.startswith("registry"):
                 self.problem = ""
-            if entry is None or entry.epoch == self._done:
+            if entry is None or entry.of == self._done:
                 continue
-            if entry.epoch not in self._seen:
+            if entry.of not in self._seen:
                 self._not_before = 0.0  # what kept another version from being taken need not keep this one
-            self._seen[entry.epoch] = entry.version
+            self._seen[entry.of] = entry.version
             if len(self._seen) > SKIPPED_KEPT:
                 del self._seen[next(iter(self._seen))]
             self.due = not self._stop.is_set()
@@ -97,7 +101,7 @@ class Follower:
             self.problem = str(error)
             return
         self.due = False
-        arguments = ("latest", self.registry, self.deadline_s, self.policy, secrets.token_hex(8))
+        arguments = ("latest", self.registry, self.deadline_s, self.policy, secrets.token_hex(8), self.serve)
         try:
             replies = self.core.collective_rpc("refit_take", self.deadline_s + LATE_S, arguments)
             problems = [str(p) for reply in replies for p in _of(reply, "problems", [])]

@@ -12,6 +12,7 @@ from vllm_refit_ext.core.coded import CHECKPOINT, SCALE, SCALE_OF, dequantised_t
 from vllm_refit_ext.core.dtypes import ITEMSIZE
 from vllm_refit_ext.receiver.engine import Engine
 from vllm_refit_ext.receiver.targets import Targets
+from vllm_refit_ext.wires.cuda_ipc import is_mapped
 
 
 class ReloadBytes(NamedTuple):
@@ -72,3 +73,13 @@ def _loaded(targets: Targets) -> dict[str, list[int]]:
         both[0] += math.prod(buffer.shape) * size
         both[1] += elements * size if name not in targets.computed else 0
     return found
+
+
+def asleep(targets: Targets) -> str:
+    """The name of a weight whose memory a sleep has taken away, or nothing. All weights sleep together, so a few are looked
+    at."""
+    written = {**targets.params, **{name: stored.values for name, stored in targets.stored.items()}}
+    for name in list(written)[:: max(1, len(written) // 4)]:
+        if written[name].device.type == "cuda" and written[name].numel() and not is_mapped(written[name].data_ptr()):
+            return name
+    return ""

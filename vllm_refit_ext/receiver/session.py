@@ -24,22 +24,25 @@ import torch
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, PlanError, Problem, RefitError, SessionError, TornError
 from vllm_refit_ext.core.messages import DEADLINE_S, PrepareReply, Status, UpdateInfo, UpdateReport, VerifyReply, from_rpc
 from vllm_refit_ext.core.part import mixed
+from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.protocol import check_unchanged
 from vllm_refit_ext.receiver import agree
 from vllm_refit_ext.receiver.engine import Engine
-from vllm_refit_ext.receiver.peak import free_bytes
+from vllm_refit_ext.receiver.peak import asleep, free_bytes
 from vllm_refit_ext.receiver.prepared import Clock, Piece, Prepared, prepare
-from vllm_refit_ext.receiver.targets import Targets
+from vllm_refit_ext.receiver.replicas import Source
 from vllm_refit_ext.receiver.verify import add_digest, compare
 from vllm_refit_ext.wires import Reader, wire
 from vllm_refit_ext.wires.boxes import wait_for
-from vllm_refit_ext.wires.cuda_ipc import is_mapped
 
 AFTERWORD_S = 5.0
 """Seconds that ranks have at least to agree on how something ended, when the deadline is what ended it."""
 
 PREPARE_APART_S = 300.0
 """Seconds that the first rank to prepare waits for the last one."""
+
+
+Opens = Callable[[UpdateInfo, Plan, dict[str, Any]], Reader]
 
 
 def nothing() -> None:
@@ -67,6 +70,9 @@ class Receiver:
         self._busy = threading.Lock()
         self._receiving = False
         self._check: Callable[[], None] = nothing
+        self._opens: Opens | None = None
+        self.source: Source | None = None
+        """What others copy of this rank; ended before its memory is written."""
         self._piece: Piece
         self.parts: dict[str, str] = {}
         """Of which version is what, see `Status.parts`."""
@@ -98,16 +104,16 @@ class Receiver:
 
     # -- update --------------------------------------------------------------------------------------------------------------
 
-    def update(self, update_info: object, check: Callable[[], None] = nothing) -> UpdateReport:
+    def update(self, update_info: object, check: Callable[[], None] = nothing, opens: Opens | None = None) -> UpdateReport:
         """One refit. Raises the same RefitError on every rank, or returns with the new version set on every rank.
 
         update_info: what the caller passed for all ranks; see `part_of`. check: called when this rank has read all; what it
-        raises keeps all ranks from committing.
+        raises keeps all ranks from committing. opens: opens what is read, the wire of `update_info` by default.
         """
         with self._alone("update_weights"):
             agree.begin(self.view, session_of(update_info))
             clock = Clock()
-            self._receiving, self._check = True, check
+            self._receiving, self._check, self._opens = True, check, opens
             try:
                 return self._update(update_info, clock)
             except (KeyboardInterrupt, SystemExit) as error:
@@ -123,7 +129,7 @@ class Receiver:
         reader: Reader | None = None
         update: UpdateInfo | None = None
         self._wrote = False
-        with clock("begin"), agree.collect(errors, "update_weights"):
+        with clock("register"), agree.collect(errors, "update_weights"):
             update = from_rpc(UpdateInfo, part_of(raw, self.view), "update_weights")
             self._next = update.version
             reader = self._open(update)
@@ -138,6 +144,9 @@ class Receiver:
             assert update is not None
             assert reader is not None
             prepared = self._prepared()
+            if self.source is not None:
+                with clock("leases"):
+                    self.source.end()
             if reader.two_sided:
                 with clock("start"):
                     # all ranks raise what kept one of them from joining the other side, with nothing written
@@ -147,7 +156,8 @@ class Receiver:
             with clock("write"), agree.collect(errors, "the writer"):
                 if not reader.two_sided:
                     reader.start(start + deadline_s)
-                self._write(prepared, reader, update)
+                self._write(prepared, reader, update, clock)
+            clock.seconds["write"] -= clock.seconds.get("read", 0.0)
         finally:
             if reader is not None:
                 with agree.collect(errors, "the wire"):
@@ -230,7 +240,7 @@ class Receiver:
         if update.part and update.wire in ("ring", "collective"):
             raise ConfigError("this wire can't move a part of the weights", where="update_weights, part", got=update.wire)
         self._piece = prepared.piece(update.part)
-        return wire(update.wire).open_reader(update, self._piece.plan, self._kept)
+        return (self._opens or wire(update.wire).open_reader)(update, self._piece.plan, self._kept)
 
     def _prepared(self) -> Prepared:
         if self.prepared is not None:
@@ -244,7 +254,7 @@ class Receiver:
             "update_weights was called before prepare_refit_info", where="update_weights", do="call prepare_refit_info first"
         )
 
-    def _write(self, prepared: Prepared, reader: Reader, update: UpdateInfo) -> None:
+    def _write(self, prepared: Prepared, reader: Reader, update: UpdateInfo, clock: Clock) -> None:
         """The engine's own reload first, as it parks all parameters; then boxes in place, a sample of them checked at once."""
         self._handed, self._sampled = {} if update.hash_reloaded else None, 0
         self._moved = Counter()
@@ -264,14 +274,17 @@ class Receiver:
             self._wrote = True
             self._moved.update(reload.plan.by_source)
         with torch.no_grad():
-            writers = []
-            for plan in reader.steps:
-                writer = prepared.in_place_writer(plan)
-                if not len(writer.plan):
-                    continue
-                writers.append(writer)
-                reader.fetch(writer.plan)
+            writers, steps = dict[Any, None](), iter(reader.steps)
+            while True:
+                with clock("read"):
+                    if (step := next(steps, None)) is None:
+                        break
+                    writer = prepared.in_place_writer(step)
+                    if not len(writer.plan):
+                        continue
+                    reader.fetch(writer.plan)
                 self._wrote = True
+                writers[writer] = None
                 writer.write(reader)
                 self._moved.update(writer.plan.by_source)
                 if update.sample:
@@ -331,6 +344,8 @@ class Receiver:
         with self._alone("refit_abort"):
             self.prepared, self.refused = None, None
             kept, self._kept = self._kept, {}
+            if self.source is not None:
+                kept["replica"], self.source = self.source, None
             errors: list[RefitError] = []
             for each in kept.values():
                 with agree.collect(errors, "refit_abort"):
@@ -381,13 +396,3 @@ def part_of(update_info: object, view: Engine) -> dict[str, Any]:
             "update_info is not a refit", where="update_weights", got=got, wanted="the key 'wire'", do="see docs/wire.md"
         )
     return update_info
-
-
-def asleep(targets: Targets) -> str:
-    """The name of a weight whose memory a sleep has taken away, or nothing. All weights sleep together, so a few are looked
-    at."""
-    written = {**targets.params, **{name: stored.values for name, stored in targets.stored.items()}}
-    for name in list(written)[:: max(1, len(written) // 4)]:
-        if written[name].device.type == "cuda" and written[name].numel() and not is_mapped(written[name].data_ptr()):
-            return name
-    return ""

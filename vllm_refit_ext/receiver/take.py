@@ -22,14 +22,17 @@ from typing import Any
 import msgspec
 
 from vllm_refit_ext.core.coverage import check_consumed, unread_parts
-from vllm_refit_ext.core.errors import ConfigError, DeadlineError, PlanError, RefitError, SessionError, WireError
+from vllm_refit_ext.core.errors import ConfigError, DeadlineError, PlanError, SessionError, WireError
 from vllm_refit_ext.core.manifest import Manifest
 from vllm_refit_ext.core.messages import Published, UpdateInfo
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
+from vllm_refit_ext.wires.leases import Leases
 from vllm_refit_ext.wires.registry import Documents, Entry, StoreRegistry, find
 
 LATEST = "latest"
+COPIED_BY = ("shm", "ipc")
+"""Wires by which engines copy from each other."""
 CHECK_S = 5.0
 """Seconds that the registry has to say that a lease still stands, and to take it back."""
 RETRY_S = 0.02
@@ -50,7 +53,7 @@ class Leased(msgspec.Struct, frozen=True):
         except msgspec.MsgspecError as error:
             raise WireError("the publisher's message can't be read", where=self.where, got=error) from None
         update = msgspec.structs.replace(published.update, session=self.session, deadline_s=deadline_s, caches=caches)
-        if (update.version, update.wire) != (self.entry.version, self.entry.wire):
+        if update.version != self.entry.version or (self.entry.replica is None and update.wire != self.entry.wire):
             got = f"version {update.version!r} by wire {update.wire}"
             raise WireError("the publisher's message is of another version", where=self.where, got=got)
         return update, published
@@ -67,37 +70,41 @@ class Versions:
     def __init__(self, address: str) -> None:
         """address: of the registry, host:port. Raises ConfigError; nothing is connected yet."""
         self.address = address
-        self._registry = StoreRegistry(address)
-        self._holder = f"{platform.node()}, process {os.getpid()}, {secrets.token_hex(4)}"
+        self.registry = StoreRegistry(address)
+        self._leases: dict[str, Leases] = {}
+        self.holder = f"{platform.node()}, process {os.getpid()}, {secrets.token_hex(4)}"
 
-    def lease(self, version: str, served: str, deadline: float) -> Leased | None:
-        """Find a version and lease it. version: its name, or `latest` for the newest that is READY. served: the epoch that this
-        engine serves. None where the newest is that one, or nothing is READY; a version that is named is leased again.
+    def lease(self, version: str, served: str, deadline: float, layout: str = "") -> Leased | None:
+        """Find a version and lease it. version: its name, or `latest` for the newest that is READY. served: the epoch of the
+        publication that this engine serves. layout: of this rank, see `wires.registry.find`. None where the newest is that one,
+        or nothing is READY; a version that is named is leased again.
 
         Raises SessionError for a named version that can't be read, WireError, DeadlineError.
         """
         while True:
-            entry = find(self._registry.entries(deadline), version, version == LATEST)
-            if entry is None or (version == LATEST and entry.epoch == served):
+            entry = find(self.registry.entries(deadline), version, version == LATEST, layout)
+            if entry is None or (version == LATEST and entry.of == served):
                 return None
+            leases = Leases(self.address, self.holder)
             try:
-                self._registry.lease(entry.epoch, self._holder, deadline)
+                leases.take(entry.epoch, deadline)
             except SessionError:
                 if version != LATEST or time.monotonic() > deadline:
                     raise
                 time.sleep(RETRY_S)  # released between the two calls; a newer one may be there
                 continue
             try:
-                message = Documents(entry.documents).get(entry.message, deadline)
+                message = Documents(entry.documents, entry.epoch).get(entry.message, deadline)
             except BaseException:
-                self.give_back(entry)
+                leases.give_back()
                 raise
+            self._leases[entry.epoch] = leases
             return Leased(entry, message, f"{entry.epoch}-{secrets.token_hex(4)}")
 
     def check(self, entry: Entry) -> None:
         """Raise SessionError where the lease was revoked. A registry that does not answer is no revocation."""
         with contextlib.suppress(WireError, DeadlineError):
-            if all(e.epoch != entry.epoch for e in self._registry.entries(time.monotonic() + CHECK_S)):
+            if all(e.epoch != entry.epoch for e in self.registry.entries(time.monotonic() + CHECK_S)):
                 raise SessionError(
                     "the lease was revoked while this engine read: the trainer has closed the version",
                     where=f"version {entry.version!r}",
@@ -105,9 +112,9 @@ class Versions:
                 )
 
     def give_back(self, entry: Entry) -> None:
-        """Let the publisher go on. Never raises: a lease that is left ends with its version."""
-        with contextlib.suppress(RefitError):
-            self._registry.lease(entry.epoch, self._holder, time.monotonic() + CHECK_S, held=False)
+        """Let the publisher go on. Never raises: a lease that is left ends by itself."""
+        if (leases := self._leases.pop(entry.epoch, None)) is not None:
+            leases.give_back()
 
 
 @contextlib.contextmanager
@@ -121,7 +128,7 @@ def reading(versions: Versions, leased: Leased) -> Iterator[Callable[[], None]]:
 
 def offer_of(entry: Entry, deadline: float) -> bytes:
     """What the publisher offers, as `prepare_refit_info` takes it. Raises WireError, DeadlineError."""
-    return Documents(entry.documents).get(entry.offer, deadline)
+    return Documents(entry.documents, entry.epoch).get(entry.offer, deadline)
 
 
 def pack_targets(targets: Placements, kept: list[str]) -> bytes:
@@ -140,7 +147,7 @@ def check_read(manifest: Manifest, packed: list[bytes | None], unused: list[str]
         raise PlanError.of(problems, f"{len(problems)} offered tensor(s) go nowhere")
 
 
-def check_request(version: object, registry: object, deadline_s: object) -> tuple[str, float]:
+def check_request(version: object, registry: object, deadline_s: object, serve: object = "") -> tuple[str, float]:
     """The version and the deadline that an RPC was given. Raises ConfigError."""
     if not isinstance(version, str) or not version:
         wanted = "a version's name, or 'latest'"
@@ -150,4 +157,7 @@ def check_request(version: object, registry: object, deadline_s: object) -> tupl
         raise ConfigError("no such deadline", where="refit_take, deadline_s", got=repr(deadline_s)[:80], wanted=wanted)
     if not isinstance(registry, str):
         raise ConfigError("no address", where="refit_take, registry", got=repr(registry)[:80], wanted="host:port")
+    if serve and serve not in COPIED_BY:
+        wanted = "empty, or " + " or ".join(COPIED_BY)
+        raise ConfigError("replicas are not read by this wire", where="refit_take, serve", got=repr(serve)[:80], wanted=wanted)
     return version, float(deadline_s)

@@ -8,12 +8,10 @@ import msgspec
 
 from vllm_refit_ext.core.errors import ConfigError, Problem
 from vllm_refit_ext.core.messages import DEADLINE_S, CachePolicy, WireName
-from vllm_refit_ext.wires import BUCKET_BYTES
+from vllm_refit_ext.wires import BUCKET_BYTES, ONE_SIDED
 
 SMALLEST_BUCKET = 1 << 10
 """Bytes. A bucket must hold an element; a thousand of its messages cost more than their bytes already."""
-ONE_SIDED = ("shm", "ipc", "nixl")
-"""Wires by which an engine reads without the trainer, so that versions can be published."""
 LONGEST_S = 7 * 24 * 3600.0
 """The longest deadline. More is taken for a mistake."""
 

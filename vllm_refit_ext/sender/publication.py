@@ -27,19 +27,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
-import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError
-from vllm_refit_ext.core.manifest import Manifest
 from vllm_refit_ext.core.messages import Published, UpdateInfo
 from vllm_refit_ext.core.part import patterns_of
-from vllm_refit_ext.core.placement import Placements
-from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.sender.config import ONE_SIDED, SenderConfig
+from vllm_refit_ext.sender.config import SenderConfig
 from vllm_refit_ext.sender.prepared import Prepared
 from vllm_refit_ext.sender.ranks import Answer, Ranks, answer_of
-from vllm_refit_ext.wires import wire
+from vllm_refit_ext.wires import ONE_SIDED, wire
 from vllm_refit_ext.wires.registry import Documents, Entry, Registry, StoreRegistry, serve, wait_for_leases
 
 Retain = Literal["in_place", "snapshot"]
@@ -73,14 +69,13 @@ class Publication:
 
 
 class Publisher:
-    """One trainer rank's part of publishing. `registry`, `documents`: on rank 0, once it serves."""
+    """One trainer rank's part of publishing. `registry`: on rank 0, once it serves."""
 
     def __init__(self, ranks: Ranks, config: SenderConfig) -> None:
         self.ranks, self.config = ranks, config
         self.address = ""
         self.open: Publication | None = None
         self.registry: Registry
-        self.documents: Documents
         self._entry: Entry | None = None
         self._names: dict[str, None] = {}
         self._prepared: Prepared | None = None
@@ -91,7 +86,7 @@ class Publisher:
         """On rank 0: serve the registry, from the first `prepare` on. Raises WireError."""
         if not self.address and self.config.registry_port is not None:
             self.address, self._serving = serve(self.config.registry_port)
-            self.registry, self.documents = StoreRegistry(self.address), Documents(self.address)
+            self.registry = StoreRegistry(self.address)
 
     def memory(self, prepared: Prepared) -> dict[str, int]:
         """Bytes beside the weights that each way to retain takes on this rank."""
@@ -183,11 +178,12 @@ class Publisher:
             **field,
         )
         message = Published(update=update, unused=list(self.config.unused), keep=list(self.config.keep))
+        documents = Documents(self.address, entry.epoch)
         self._entry = msgspec.structs.replace(
             entry,
             state="ready",
-            offer=self.documents.put(self._prepared.offer, deadline),
-            message=self.documents.put(msgspec.msgpack.encode(message), deadline),
+            offer=documents.put(self._prepared.offer, deadline),
+            message=documents.put(msgspec.msgpack.encode(message), deadline),
         )
         self.registry.put(self._entry, deadline)
 
@@ -272,8 +268,6 @@ class Publisher:
             # The memory says it too, so that a registry that does not answer changes nothing.
             with contextlib.suppress(RefitError):
                 self.registry.put(msgspec.structs.replace(entry, state="gone"), self._deadline())
-                for document in filter(None, (entry.message, entry.offer)):
-                    self.documents.drop(document, self._deadline())
 
     def _deadline(self) -> float:
         return time.monotonic() + self.config.deadline_s
@@ -284,24 +278,3 @@ def check_part(part: object, wire_name: str) -> None:
     if patterns_of(part) and wire_name not in ONE_SIDED:
         wanted = " or ".join(ONE_SIDED)
         raise ConfigError("this wire can't move a part of the weights", where="part", got=f"wire {wire_name}", wanted=wanted)
-
-
-def everything(manifest: Manifest, sources: Placements) -> Plan:
-    """A plan whose moves are all boxes of `sources`, each onto itself: what engines that nobody knows yet may read."""
-    index = {name: i for i, name in enumerate(manifest.tensors)}
-    table = sources.widened(max([sources.lo.shape[1], *(len(t.shape) for t in manifest.tensors.values())]))
-    numbers = np.array([index[name] for name in table.names], np.int64)
-    return Plan(
-        manifest,
-        table.buffers,
-        table.buffers,
-        tensor=numbers[table.tensor] if len(table) else np.zeros(0, np.int64),
-        source=table.buffer,
-        target=table.buffer,
-        lo=table.lo,
-        extent=table.hi - table.lo,
-        source_offset=table.offset,
-        source_strides=table.strides,
-        target_offset=table.offset,
-        target_strides=table.strides,
-    )

@@ -26,13 +26,14 @@ from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import Offer, pack_offer, suggest
 from vllm_refit_ext.core.messages import UpdateInfo, UpdateReport
 from vllm_refit_ext.core.part import names_in, part_of
+from vllm_refit_ext.core.pieces import identity
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.plan_wire import pack_plan, unpack_plan
 from vllm_refit_ext.sender import metrics
 from vllm_refit_ext.sender.config import SenderConfig
 from vllm_refit_ext.sender.engines import Engines
 from vllm_refit_ext.sender.prepared import EngineRanks, Offered, Prepared, RankPart, joined, make_source
-from vllm_refit_ext.sender.publication import Publication, Publisher, Retain, check_part, everything
+from vllm_refit_ext.sender.publication import Publication, Publisher, Retain, check_part
 from vllm_refit_ext.sender.ranks import Ranks, answer_of
 from vllm_refit_ext.sender.report import RefitReport as RefitReport
 from vllm_refit_ext.sender.source import Source
@@ -143,7 +144,7 @@ class RefitSender:
         fp8_config = {"prequantize": True} if self.config.prequantize else None
         whole, offer = None, b""
         if self.config.registry_port is not None:
-            whole, offer = everything(manifest, sources), pack_offer(Offer(manifest, sources, 0, hosts))
+            whole, offer = identity(manifest, sources), pack_offer(Offer(manifest, sources, 0, hosts))
         if whole is not None and self._takers_only:
             engines, plan, at = [], whole, Hosts(hosts, [])
         else:

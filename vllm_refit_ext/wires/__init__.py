@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ from vllm_refit_ext.core.messages import Message, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.wires.boxes import Memory
 
+ONE_SIDED = ("shm", "ipc", "nixl")
+"""Wires by which one side reads while the other does something else, so that versions can be published and handed on."""
 NAMES = ("shm", "ipc", "nixl", "ring", "collective")
 BUCKET_BYTES = 512 << 20
 """Most payload of a message on a wire that stages, unless the caller says otherwise. One takes a quarter of a millisecond on a
@@ -56,6 +58,10 @@ class Sender(abc.ABC):
     @abc.abstractmethod
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Make the current weights readable. Returns what rank 0 passes to `info`. tensors: live, in the order of the buffers."""
+
+    def more(self, tensors: Mapping[int, torch.Tensor]) -> None:  # noqa: B027
+        """Make these buffers readable beside what `begin` did, to the same readers. Nothing to do where they read the weights
+        themselves."""
 
     def transfer(self, session: str, info: Any, deadline: float) -> dict[int, int]:
         """Send. info: what `info` made. deadline: time.monotonic seconds. Returns bytes by engine rank. Raises RefitError."""
@@ -92,7 +98,7 @@ class Reader(Memory):
     forwarded: bytes by engine rank of this host, in the plan's numbers; they are not in `received`."""
 
     whole: Plan
-    steps: Sequence[Plan]
+    steps: Iterable[Plan]
     two_sided = False
     received: Mapping[int, int] | None = None
     forwarded: Mapping[int, int] = MappingProxyType({})

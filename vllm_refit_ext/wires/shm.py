@@ -72,15 +72,16 @@ class ShmPublisher:
         readers need."""
         nonce = secrets.randbits(63)
         self._write_header(FILLING, nonce)
-        for key, at in self._offsets.items():
-            if key not in tensors:
-                continue
-            source = tensors[key].detach()
-            nbytes = source.numel() * source.element_size()
-            place = self._file.bytes[at : at + nbytes].view(source.dtype).view(source.shape)
-            place.copy_(source)
+        self.fill(tensors)
         self._write_header(COMPLETE, nonce)
         return Segment(rank=self.rank, name=self.name, nbytes=self.nbytes, nonce=nonce, host=this_host())
+
+    def fill(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Copy each tensor to its place, and leave the header as it is."""
+        for key in self._offsets.keys() & tensors.keys():
+            source, at = tensors[key].detach(), self._offsets[key]
+            place = self._file.bytes[at : at + source.numel() * source.element_size()]
+            place.view(source.dtype).view(source.shape).copy_(source)
 
     def holds(self, tensors: Mapping[int, torch.Tensor]) -> bool:
         """Whether the segment's bytes are those of `tensors`."""
@@ -239,6 +240,10 @@ class _Sender(Sender):
     def end(self) -> None:
         if self._publisher is not None:
             self._publisher.end()
+
+    def more(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        if self._publisher is not None:
+            self._publisher.fill(tensors)
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         numbers = range(len(tensors)) if self.only is None else self.only
