@@ -262,7 +262,7 @@ def main(settings: Annotated[Settings, Parameter(name="*")] = Settings()) -> Non
         row("gather and load", timed(peers.loop)),
         row("vLLM's IPC transfer", timed(peers.native)),
         row("checkpoint-engine's worker", timed(peers.checkpoint_engine)),
-        row("ModelExpress' install step", lambda: peers.modelexpress(settings.repeats)),
+        row("ModelExpress' install step alone", lambda: peers.modelexpress(settings.repeats)),
     ]
     record = {
         "model": settings.model,

@@ -43,9 +43,8 @@ def main(ours: Path, peers: Path, out: Path) -> None:
     axis.text(floor, -0.75, f" a copy of the same bytes, {1e3 * floor:.0f} ms", fontsize=8, va="center")
     axis.set_xscale("log")
     axis.set_xlim(floor / 2, 4 * max(seconds for _, seconds, _ in found))
-    axis.set_xlabel(
-        f"seconds of one refit, {others['model']}, {others['engine'].upper()} engine, trainer and engine on one {others['gpu']}"
-    )
+    where = f"trainer and engine on one {others['gpu']}"
+    axis.set_xlabel(f"seconds of one refit, {others['model']}, {others['engine'].upper()} engine\n{where}")
     axis.invert_yaxis()
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
