@@ -16,6 +16,7 @@ from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import TensorSpec
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
+from vllm_refit_ext.sender import look
 from vllm_refit_ext.sender.prepared import Offered
 from vllm_refit_ext.wires import collective, ring, shm
 from vllm_refit_ext.wires.boxes import as_bytes
@@ -90,8 +91,13 @@ def test_bytes_of_a_tensor_are_never_those_of_a_copy():
         (lambda t: torch.empty(4, 4, dtype=torch.float64), "float64"),
     ],
 )
-def test_what_is_offered_is_looked_at_in_one_pass(change, said):
-    """A tensor whose memory stays and whose meaning changes in place is refused by name; memory that moved is taken up."""
+@pytest.mark.parametrize("guards", [True, False])
+def test_what_is_offered_is_looked_at_in_one_pass(change, said, guards, monkeypatch):
+    """A tensor whose memory stays and whose meaning changes in place is refused by name; memory that moved is taken up. The same
+    on a torch whose guards do not hold."""
+    if not guards:
+        monkeypatch.setattr(look, "_guards_hold", lambda: False)
+    assert look._guards_hold() == guards
     tensors = [torch.randn(4, 4) for _ in range(3)]
     names = [f"t{i}" for i in range(3)]
     rows = [Placement(n, i, (0, 0), (4, 4), 0, (16, 4)) for i, n in enumerate(names)]

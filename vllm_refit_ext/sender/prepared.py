@@ -105,13 +105,8 @@ class Offered:
         aliases = dict(self.source.aliases)
         return msgspec.msgpack.encode(Description(self.specs, aliases, pack_placements(self.placements), this_host()))
 
-    def current(self, seconds: dict[str, float]) -> Sequence[torch.Tensor]:
-        """What the trainer holds now, in the order of the buffers of `placements`: contiguous, of their shapes and dtypes. Adds
-        the time of looking and of quantising to `seconds`.
-
-        Raises WireError naming every tensor that no longer fits.
-        """
-        begin = time.perf_counter()
+    def look(self) -> Sequence[torch.Tensor]:
+        """The source's tensors of now, and their `addresses`. Raises WireError naming every tensor that no longer fits."""
         self.source.refresh()
         live = self.source.tensors
         addresses = getattr(self.source, "addresses", None) or self._look(live)
@@ -119,11 +114,21 @@ class Offered:
             problems = misfits(live, self.placements.buffers[: len(live)]) or [Problem("a tensor has no memory", "the source")]
             raise WireError.of(problems, f"{len(problems)} tensor(s) of the trainer are not what the plan was made for")
         self.addresses = addresses
+        return live
+
+    def current(self, seconds: dict[str, float]) -> Sequence[torch.Tensor]:
+        """What the trainer holds now, in the order of the buffers of `placements`: contiguous, of their shapes and dtypes. Adds
+        the time of looking and of quantising to `seconds`.
+
+        Raises WireError naming every tensor that no longer fits.
+        """
+        begin = time.perf_counter()
+        live = self.look()
         seconds["look"] = time.perf_counter() - begin
         if self._prequantised is None:
             return live
         begin = time.perf_counter()
-        filled = self._prequantised.fill(live, addresses)
+        filled = self._prequantised.fill(live, self.addresses)
         self.addresses = self._prequantised.addresses
         seconds["quantise"] = time.perf_counter() - begin
         return filled

@@ -100,6 +100,7 @@ class RefitSender:
         opened: list[Prepared] = []
 
         def open_wire() -> bytes:
+            made[0].look()  # on every rank, as a source may communicate; what a look prepares is not left to the first refit
             part = msgspec.msgpack.decode(raw, type=RankPart)
             plan, engines, offer = joint[0] if joint else (unpack_plan(part.plan, part.manifest), [], b"")
             half = wire(self.config.wire).open_sender(self.ranks.rank, part.wire, made[0].tensors)

@@ -38,7 +38,7 @@ class Source(Protocol):
     def tensors(self) -> Sequence[torch.Tensor]: ...
 
     def refresh(self) -> object:
-        """Called on every trainer rank before each refit and each `verify`, so it may communicate.
+        """Called on every trainer rank at the end of `prepare` and before each refit and `verify`, so it may communicate.
 
         Afterwards `tensors` is the current weights: memory that moved is pointed to anew. Shapes, dtypes and `placements` stay
         what they were. What it returns is not read. Raises WireError that names every tensor whose memory was given back or no
