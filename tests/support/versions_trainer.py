@@ -17,8 +17,8 @@ from vllm_refit_ext.sender.publication import Publication
 class VersionsTrainer:
     """`publish` loads another checkpoint of the same shapes into the same memory."""
 
-    def __init__(self, folder: Path, port: int = 0, config: SenderConfig | None = None) -> None:
-        self.tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    def __init__(self, folder: Path, port: int = 0, config: SenderConfig | None = None, device: str = "cpu") -> None:
+        self.tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors", device)
         module = torch.nn.Module()
         module.named_parameters = lambda *_: iter(self.tensors.items())  # type: ignore[assignment, method-assign]
         config = config or SenderConfig(registry_port=port, deadline_s=60.0)
