@@ -38,15 +38,16 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Any:
 @functools.cache
 def _guards_hold() -> bool:
     """Whether this torch's guards, which are private to it, see all that must be seen."""
-    tensor = torch.nn.Parameter(torch.zeros(4, 6))
+    zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
+    tensor = torch.nn.Parameter(zeros(4, 6))
     guards = _guards([tensor])
     if guards is None or not guards.check(tensor):
         return False
-    for other in (torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(6, 4), torch.zeros(6, 4).t(), torch.zeros(24)):
+    for other in (zeros(4, 6).bfloat16(), zeros(6, 4), zeros(6, 4).t(), zeros(24)):
         tensor.data = other
         if guards.check(tensor):
             return False
-    tensor.data = torch.ones(4, 6)
+    tensor.data = zeros(4, 6)
     return bool(guards.check(tensor))
 
 
