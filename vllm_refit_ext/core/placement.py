@@ -20,7 +20,7 @@ from vllm_refit_ext.core.dtypes import ITEMSIZE
 Int = NDArray[np.int64]
 
 
-class Buffer(msgspec.Struct, frozen=True):
+class Buffer(msgspec.Struct, frozen=True, gc=False):
     """One tensor's memory on one rank: a trainer's parameter, or an engine's parameter.
 
     `name` is the owner's own name for it; `shape` its own shape (not the checkpoint's); `layout` says where a canonical

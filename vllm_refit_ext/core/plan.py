@@ -13,6 +13,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,6 +38,22 @@ class Edge(msgspec.Struct, frozen=True):
     target: int
     nbytes: int
     moves: int
+
+
+class ByRank:
+    """Rows of a table grouped by rank, so that all ranks together cost no more than the rows."""
+
+    def __init__(self, rank: Int) -> None:
+        """rank: int64 [n], of each row, 0 or more."""
+        narrow = np.min_scalar_type(int(rank.max(initial=0)))  # numpy sorts 16 bits by radix
+        self._order = np.argsort(rank.astype(narrow), kind="stable")
+        self._begin = np.concatenate([[0], np.cumsum(np.bincount(rank))])
+
+    def of(self, rank: int) -> Int:
+        """Rows of `rank`, rising, int64 [m]."""
+        if rank + 1 >= len(self._begin):
+            return np.zeros(0, np.int64)
+        return self._order[self._begin[rank] : self._begin[rank + 1]]
 
 
 class Plan:
@@ -102,7 +119,8 @@ class Plan:
         """The moves in `keep` (mask or indices). Names, buffers and what is known of them are shared: it costs no more
         than its moves."""
         part = copy.copy(self)
-        part.__dict__.pop("by_source", None)
+        for known in ("by_source", "_moves_into", "_moves_from"):
+            part.__dict__.pop(known, None)
         for column in self.COLUMNS:
             setattr(part, column, getattr(self, column)[keep])
         return part
@@ -125,11 +143,34 @@ class Plan:
 
     def for_target(self, rank: int) -> Plan:
         """The moves into engine rank `rank`."""
-        return self.select(self.target_rank == rank)
+        return self.select(self._moves_into.of(rank))
 
     def for_source(self, rank: int) -> Plan:
         """The moves out of trainer rank `rank`."""
-        return self.select(self.source_rank == rank)
+        return self.select(self._moves_from.of(rank))
+
+    @functools.cached_property
+    def _moves_into(self) -> ByRank:
+        return ByRank(self.target_rank)
+
+    @functools.cached_property
+    def _moves_from(self) -> ByRank:
+        return ByRank(self.source_rank)
+
+    @functools.cached_property
+    def source_buffers(self) -> ByRank:
+        """Numbers of the source buffers, by trainer rank."""
+        return ByRank(self._source_rank)
+
+    def read_buffers(self, ranks: int) -> list[Int]:
+        """For each of `ranks` trainer ranks, which of its own buffers are read, counted from its first: int64 [m], rising."""
+        read = np.zeros(len(self.sources), bool)
+        read[self.source] = True
+        return [np.flatnonzero(read[self.source_buffers.of(rank)]) for rank in range(ranks)]
+
+    @functools.cached_property
+    def _target_buffers(self) -> ByRank:
+        return ByRank(self._target_rank)
 
     def edges(self) -> list[Edge]:
         """Bytes and moves for every pair of ranks that exchange any, sorted by (source, target)."""
@@ -154,27 +195,23 @@ class Plan:
     def digest(self, rank: int) -> str:
         """sha256 of everything that engine rank `rank` will do. Equal on both sides, or they must not move a byte."""
         own = self.for_target(rank)
-        mine = [i for i, b in enumerate(self.targets) if b.rank == rank]
-        local = np.full(len(self.targets), -1, np.int64)
-        local[mine] = np.arange(len(mine))
-        state = hashlib.sha256(self.manifest.digest.encode())
-        state.update(msgspec.msgpack.encode([[b.name, b.dtype, b.shape, b.layout] for b in (self.targets[i] for i in mine)]))
-        used = np.unique(own.source)
-        state.update(
-            msgspec.msgpack.encode(
-                [[int(i), b.name, b.rank, b.dtype, b.shape, b.layout] for i in used for b in (self.sources[i],)]
-            )
-        )
+        mine = self._target_buffers.of(rank)
+        state = self._of_manifest.copy()
+        targets = [self.targets[i] for i in mine.tolist()]
+        sources = [(i, self.sources[i]) for i in np.unique(own.source).tolist()]
+        state.update(msgspec.msgpack.encode([(b.name, b.dtype, b.shape, b.layout) for b in targets]))
+        state.update(msgspec.msgpack.encode([(i, b.name, b.rank, b.dtype, b.shape, b.layout) for i, b in sources]))
         for column in self.COLUMNS:
             values = getattr(own, column)
-            values = local[values] if column == "target" else values
+            values = np.searchsorted(mine, values) if column == "target" else values
             if values.ndim == 2:  # padded dimensions differ between a rank's own plan and the joint one
-                values = values[:, : self._depth()]
+                values = values[:, : self.depth.max(initial=0)]
             state.update(np.ascontiguousarray(values, dtype="<i8").tobytes())
-        return state.hexdigest()
+        return str(state.hexdigest())
 
-    def _depth(self) -> int:
-        return max((len(t.shape) for t in self.manifest.tensors.values()), default=0)
+    @functools.cached_property
+    def _of_manifest(self) -> Any:
+        return hashlib.sha256(self.manifest.digest.encode())
 
 
 def build_plan(manifest: Manifest, sources: Placements, targets: Placements, distance: NDArray[np.int8] | None = None) -> Plan:

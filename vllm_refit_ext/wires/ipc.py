@@ -364,13 +364,7 @@ class _SendTable(msgspec.Struct):
 
 def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = 0) -> list[bytes]:
     """Which of its buffers each rank must export. There are no buckets."""
-    owner = np.array([b.rank for b in plan.sources], np.int64)
-    used = np.unique(plan.source)
-    found = []
-    for rank in range(len(hosts.trainers)):
-        mine = np.flatnonzero(owner == rank)
-        found.append(msgspec.msgpack.encode(_SendTable(pack(np.flatnonzero(np.isin(mine, used)).astype(np.int64)))))
-    return found
+    return [msgspec.msgpack.encode(_SendTable(pack(read))) for read in plan.read_buffers(len(hosts.trainers))]
 
 
 def open_sender(rank: int, table: bytes, tensors: Sequence[torch.Tensor]) -> IpcSender:

@@ -249,13 +249,7 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
     """Which of its buffers each rank must register."""
-    edges = np.searchsorted([b.rank for b in plan.sources], np.arange(len(hosts.trainers) + 1))
-    used = np.zeros(len(plan.sources), bool)
-    used[plan.source] = True
-    return [
-        msgspec.msgpack.encode(SendTable(pack(np.flatnonzero(used[a:b])), bucket_bytes))
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    return [msgspec.msgpack.encode(SendTable(pack(read), bucket_bytes)) for read in plan.read_buffers(len(hosts.trainers))]
 
 
 def open_sender(rank: int, table: bytes, tensors: Sequence[torch.Tensor]) -> NixlSender:

@@ -258,9 +258,8 @@ class _Sender(Sender):
 def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = 0) -> list[bytes]:
     """Lay out the segments: every rank's offsets and size. There are no buckets."""
     offsets, sizes = segment_offsets(plan.sources, plan.source)
-    owner = np.array([b.rank for b in plan.sources], np.int64)
     return [
-        msgspec.msgpack.encode(_SendTable(pack(offsets[owner == rank]), sizes.get(rank, 0)))
+        msgspec.msgpack.encode(_SendTable(pack(offsets[plan.source_buffers.of(rank)]), sizes.get(rank, 0)))
         for rank in range(len(hosts.trainers))
     ]
 
