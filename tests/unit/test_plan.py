@@ -147,16 +147,24 @@ def test_replicas_are_balanced():
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=40), st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(0, 9)
+    st.lists(st.integers(1, 6), min_size=1, max_size=40),
+    st.integers(1, 8).flatmap(
+        lambda n: st.lists(
+            st.tuples(st.lists(st.integers(0, 60), min_size=n, max_size=n), st.integers(0, 9)), min_size=1, max_size=3
+        )
+    ),
 )
-def test_boxes_are_dealt_to_the_holder_with_the_least(sizes, load, first):
+def test_boxes_are_dealt_to_the_holder_with_the_least(sizes, readers):
     sizes = sorted(sizes, reverse=True)
-    mine, wanted = list(load), []
-    for size in sizes:
-        wanted.append(min(range(len(mine)), key=lambda h: (mine[h], (h - first) % len(mine))))
-        mine[wanted[-1]] += size
-    had = np.array(load, np.int64)
-    assert deal(np.array(sizes, np.int64), had, first).tolist() == wanted
+    mine, wanted = [list(load) for load, _ in readers], []
+    for load, (_, first) in zip(mine, readers, strict=True):
+        picks = []
+        for size in sizes:
+            picks.append(min(range(len(load)), key=lambda h: (load[h], (h - first) % len(load))))
+            load[picks[-1]] += size
+        wanted.append(picks)
+    had = np.array([load for load, _ in readers], np.int64)
+    assert deal(np.array(sizes, np.int64), had, np.array([first for _, first in readers])).tolist() == wanted
     assert had.tolist() == mine
 
 

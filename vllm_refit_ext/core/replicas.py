@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 from vllm_refit_ext.core.box import Int, cells, disjoint
 
+AT_ONCE = 1 << 23
+"""Numbers that are compared at once, so that the deal of the largest plan stays within memory."""
+
 
 class Atoms(msgspec.Struct):
     """Disjoint source boxes, sorted by tensor.
@@ -141,35 +144,57 @@ def choose(atoms: Atoms, atom: Int, target_rank: Int, size: Int, distance: NDArr
     order = np.lexsort((many, -size[many], group, copies[atom[many]], reader))
     many, group, reader = many[order], group[order], reader[order]
     edges = np.flatnonzero(np.concatenate([[True], (group[1:] != group[:-1]) | (reader[1:] != reader[:-1]), [True]]))
-    for a, b in zip(edges, edges[1:], strict=False):
-        ranks, me = members[group[a]], int(reader[a])
+    # The first set of every reader, then the second and so on. Readers that take boxes of the same sizes from equally many
+    # holders are dealt to at once.
+    alike: dict[tuple[int, int, bytes], list[tuple[int, Int]]] = {}
+    level = 0
+    for a, b in zip(edges.tolist(), edges[1:].tolist(), strict=False):
+        level = level + 1 if a and reader[a] == reader[a - 1] else 0
+        ranks = members[group[a]]
         near = np.arange(len(ranks))
         if distance is not None:
-            away = distance[ranks, me]
+            away = distance[ranks, reader[a]]
             near = np.flatnonzero(away == away.min())
-        at = np.searchsorted(names, me), np.searchsorted(known, ranks[near])
-        mine = load[at]
-        pick = near[deal(size[many[a:b]], mine, me)]
-        load[at] = mine
-        chosen[many[a:b]] = atoms.holder[atoms.start[atom[many[a:b]]] + pick]
+        alike.setdefault((level, len(near), size[many[a:b]].tobytes()), []).append((a, near))
+    for (_, holders, raw), parts in sorted(alike.items(), key=lambda entry: entry[0][0]):
+        sizes = np.frombuffer(raw, np.int64)
+        step = max(1, AT_ONCE // (len(sizes) * min(len(sizes), holders) + holders))
+        for first in range(0, len(parts), step):
+            begin = np.array([a for a, _ in parts[first : first + step]], np.int64)
+            near = np.stack([n for _, n in parts[first : first + step]])
+            ranks = np.stack([members[g] for g in group[begin]])[np.arange(len(begin))[:, None], near]
+            at = np.searchsorted(names, reader[begin])[:, None], np.searchsorted(known, ranks)
+            mine = load[at]
+            pick = deal(sizes, mine, reader[begin])
+            load[at] = mine
+            boxes = many[begin[:, None] + np.arange(len(sizes))]
+            chosen[boxes] = atoms.holder[atoms.start[atom[boxes]] + np.take_along_axis(near, pick, axis=1)]
     return chosen
 
 
-def deal(size: Int, load: Int, first: int) -> Int:
-    """Deal out boxes, each to the holder with the least so far. size: int64 [n], falling. load: int64 [holders], what each has;
-    changed. first: who of equals begins. Returns int64 [n], the holder of each.
+def deal(size: Int, load: Int, first: Int) -> Int:
+    """Deal out boxes to some readers, each to the holder that this reader has read least from so far.
+
+    size: int64 [n], falling, the same for all readers. load: int64 [readers, holders], what is read so far; changed. first: int64
+    [readers], who of equals begins. Returns int64 [readers, n], the holder of each.
     """
-    dealt, holders = np.zeros(len(size), np.int64), len(load)
-    turn = (np.arange(holders) - first) % holders
+    readers, holders = load.shape
+    dealt = np.zeros((readers, len(size)), np.int64)
+    turn = (first[:, None] + np.arange(holders)) % holders
+    had = np.take_along_axis(load, turn, axis=1)
     edges = np.flatnonzero(np.diff(size, prepend=-1, append=-1))
     for a, b in zip(edges.tolist(), edges[1:].tolist(), strict=False):
-        # Of boxes of one size holder h has load[h] + m * size before its m-th: the least of these numbers, in order.
+        # Of boxes of one size holder h has had[h] + m * size before its m-th: the least of these numbers, in order. No more
+        # holders than boxes can be among them.
         one, count = int(size[a]), b - a
-        most = min(count, -(-int(load.max() - load.min()) // one) + -(-count // holders) + 1)
-        before = (load[:, None] + one * np.arange(most)).ravel()
-        who = np.lexsort((np.repeat(turn, most), before))[:count] // most
-        dealt[a:b] = who
-        load += one * np.bincount(who, minlength=holders)
+        least = np.sort(np.argsort(had, axis=1, kind="stable")[:, :count], axis=1)
+        low = np.take_along_axis(had, least, axis=1)
+        most = min(count, -(-int(np.ptp(low, axis=1).max()) // one) + -(-count // low.shape[1]) + 1)
+        before = (low[:, :, None] + one * np.arange(most)).reshape(readers, -1)
+        who = np.take_along_axis(least, np.argsort(before, axis=1, kind="stable")[:, :count] // most, axis=1)
+        dealt[:, a:b] = np.take_along_axis(turn, who, axis=1)
+        np.add.at(had, (np.arange(readers)[:, None], who), one)
+    np.put_along_axis(load, turn, had, axis=1)
     return dealt
 
 
