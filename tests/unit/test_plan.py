@@ -168,6 +168,18 @@ def test_boxes_are_dealt_to_the_holder_with_the_least(sizes, readers):
     assert had.tolist() == mine
 
 
+def test_readers_that_see_different_holders_near_are_dealt_to_by_themselves():
+    """Tensors with two and with three holders, of which each reader has two near: it reads one of those."""
+    from vllm_refit_ext.core.placement import concatenate
+
+    sources = concatenate([one(name, rank=rank) for name, ranks in (("a", 2), ("b", 3)) for rank in range(ranks)])
+    targets = concatenate([one("a", rank=0), one("b", rank=1), one("b", rank=2)])
+    distance = np.array([[0, 1, 0], [0, 0, 1], [0, 0, 0]], np.int8)
+    plan = build_plan(manifest(a=((4, 6), "float32"), b=((4, 6), "float32")), sources, targets, distance)
+    assert len(plan) == 3
+    assert all(distance[e.source, e.target] == 0 for e in plan.edges())
+
+
 def test_what_one_rank_alone_holds_is_counted():
     """Rank 0 alone holds half of all; the copies come from the others."""
     from vllm_refit_ext.core.placement import concatenate

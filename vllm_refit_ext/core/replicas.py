@@ -162,7 +162,7 @@ def choose(atoms: Atoms, atom: Int, target_rank: Int, size: Int, distance: NDArr
         for first in range(0, len(parts), step):
             begin = np.array([a for a, _ in parts[first : first + step]], np.int64)
             near = np.stack([n for _, n in parts[first : first + step]])
-            ranks = np.stack([members[g] for g in group[begin]])[np.arange(len(begin))[:, None], near]
+            ranks = np.stack([members[g][n] for g, n in zip(group[begin], near, strict=True)])
             at = np.searchsorted(names, reader[begin])[:, None], np.searchsorted(known, ranks)
             mine = load[at]
             pick = deal(sizes, mine, reader[begin])
