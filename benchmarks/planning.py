@@ -1,10 +1,11 @@
-"""Time and memory to plan at full published size: routes of one worker, and 512 trainer ranks to 256 engine ranks.
+"""Time and memory to plan at full published size: routes of one worker, and joint plans up to 4,096 x 2,048 ranks.
 
-    python benchmarks/planning.py [--json FILE]
+    python benchmarks/planning.py [--json FILE] [--no-routes] [--models MODEL ...]
 
-No weights exist and nothing is downloaded. Sources and targets of the joint plan are cut by rule here (DeepSeek-V3's tensors;
-trainer PP8 x EP64 with the dense weights replicated 64 times; eight engines of 32 ranks with EP32), because the point is the
-planner's cost. The smaller plans show how the cost grows with the number of moves.
+No weights exist and nothing is downloaded. Sources and targets of a joint plan are cut by rule here, because the point is the
+planner's cost. Trainer: pipeline stages, experts over the ranks of a stage, dense weights replicated there; engines: experts over
+all ranks, dense weights whole on each. Each size is planned in a process of its own, so that its peak memory is its own, and the
+growth from size to size is printed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,9 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.planning_routes import MODELS
 from vllm_refit_ext.core.digest import row_strides
 from vllm_refit_ext.core.dtypes import ITEMSIZE
+from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
+from vllm_refit_ext.core.part import layers as layers_of
+from vllm_refit_ext.core.part import names_in, part_of
 from vllm_refit_ext.core.placement import Buffer, Placements
-from vllm_refit_ext.core.plan import Plan, build_plan
+from vllm_refit_ext.core.plan import build_plan
+from vllm_refit_ext.core.plan_wire import pack_plan
+from vllm_refit_ext.wires.ipc import send_tables
+
+T = TypeVar("T")
 
 EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.")
 LAYER = re.compile(r"layers\.(\d+)\.")
@@ -87,9 +96,24 @@ def plan_at(model: str, trainer: tuple[int, int, int], engine: tuple[int, int, i
     layers = config["num_hidden_layers"]
     sources = stored_whole(manifest, holders(manifest, *trainer, layers))
     targets = stored_whole(manifest, holders(manifest, *engine, layers))
-    begin = time.perf_counter()
-    plan: Plan = build_plan(manifest, sources, targets)
-    seconds = time.perf_counter() - begin
+    hosts = Hosts([f"t{r // 8}" for r in range(trainer[0])], [f"e{r // 8}" for r in range(engine[0])])
+    before, found = peak_mib(), dict[str, float]()
+
+    def timed(what: str, work: Callable[[], T]) -> T:
+        begin = time.perf_counter()
+        result = work()
+        found[what] = round(time.perf_counter() - begin, 3)
+        return result
+
+    plan = timed("plan", lambda: build_plan(manifest, sources, targets))
+    timed("digests", lambda: [plan.digest(rank) for rank in range(engine[0])])
+    timed("tables", lambda: send_tables(plan, hosts))
+    timed("parts", lambda: [len(pack_plan(plan.for_source(rank)).columns) for rank in range(trainer[0])])
+    timed("one layer", lambda: part_of(plan, names_in(manifest, layers_of(1))))
+    peak = peak_mib()
+    late = targets.select(targets.rank < engine[2])
+    own = timed("late engine", lambda: build_plan(manifest, sources, late))
+    assert own.digest(0) == plan.digest(0)
     egress = np.bincount(plan.source_rank, weights=plan.nbytes, minlength=trainer[0])
     return {
         "model": model,
@@ -98,11 +122,11 @@ def plan_at(model: str, trainer: tuple[int, int, int], engine: tuple[int, int, i
         "source rows": len(sources),
         "target rows": len(targets),
         "moves": len(plan),
-        "seconds": round(seconds, 2),
-        "us a move": round(1e6 * seconds / len(plan), 2),
+        "seconds": found,
         "bytes": int(plan.nbytes.sum()),
         "egress variation within a stage": round(stage_variation(egress, trainer[1]), 4),
-        "peak MiB": peak_mib(),
+        "MiB of both tables": before,
+        "peak MiB": peak,
     }
 
 
@@ -112,11 +136,19 @@ def stage_variation(egress: np.ndarray, stages: int) -> float:
     return float((by_stage.std(axis=2) / np.maximum(by_stage.mean(axis=2), 1)).max())
 
 
-CASES = [
-    ("DeepSeek-V3", (64, 8, 8), (32, 1, 32)),
-    ("DeepSeek-V3", (256, 8, 32), (128, 1, 32)),
-    ("DeepSeek-V3", (512, 8, 64), (256, 1, 32)),
-]
+SIZES = {
+    "Qwen3-30B-A3B": [((r, 2, r // 2), (r // 2, 1, 8)) for r in (16, 64, 256)],
+    "Qwen3-235B-A22B": [((r, 4, min(r // 4, 64)), (r // 2, 1, 16)) for r in (64, 256, 1024)],
+    "DeepSeek-V3": [((r, 8, 64), (r // 2, 1, 32)) for r in (512, 2048, 4096)],
+}
+"""Three sizes of each model: (trainer ranks, pipeline stages, expert parallel size) and the same of the engines."""
+
+
+def in_a_process(model: str, size: int) -> dict[str, Any]:
+    """`plan_at` of one of `SIZES`, in a process of its own."""
+    command = [sys.executable, __file__, "--one", model, str(size)]
+    answer: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=900).stdout)
+    return answer
 
 
 def routes_of(model: str) -> str:
@@ -129,7 +161,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--no-routes", action="store_true", help="the joint plans only")
+    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES), help="those of the joint plans")
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "SIZE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.one:
+        model, size = arguments.one
+        print(json.dumps(plan_at(model, *SIZES[model][int(size)])))
+        return
     setup = {
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -141,9 +179,21 @@ def main() -> None:
     for text in routes.values():
         print(text)
     plans = []
-    for case in CASES:
-        plans.append(plan_at(*case))
-        print("plan:", ", ".join(f"{k} {v}" for k, v in plans[-1].items()), flush=True)
+    for model in arguments.models:
+        last: dict[str, Any] = {}
+        for size in range(len(SIZES[model])):
+            plans.append(now := in_a_process(model, size))
+            spent = ", ".join(f"{what} {seconds}" for what, seconds in now["seconds"].items())
+            print(
+                f"{model} {now['trainer'][0]} x {now['engine'][0]}: {now['source rows']} source rows, {now['moves']} moves, "
+                f"seconds: {spent}; {now['MiB of both tables']} MiB with both tables, peak {now['peak MiB']} MiB, "
+                f"egress varies by {now['egress variation within a stage']} in a stage",
+                flush=True,
+            )
+            if last:
+                grown = {what: round(s / max(last["seconds"][what], 1e-3), 1) for what, s in now["seconds"].items()}
+                print(f"    moves x {now['moves'] / last['moves']:.1f}; seconds x", grown)
+            last = now
     if arguments.json:
         arguments.json.write_text(json.dumps({"setup": setup, "routes": routes, "plans": plans}, indent=1))
 

@@ -12,4 +12,6 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
     echo "import site; site.addsitedir('$(.venv/bin/python -c "$site")')" > "$(.venv-nixl/bin/python -c "$site")/beside.pth"
     echo "$wanted" > "$stamp"
 fi
-OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 exec .venv-nixl/bin/python -m tests.run "$@"
+# What UCX listens on does so on loopback.
+UCX_NET_DEVICES=lo OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
+    exec .venv-nixl/bin/python -m tests.run "$@"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_refit_ext.tools import doctor
-from vllm_refit_ext.tools.doctor import gpus, host, packages, probe
+from vllm_refit_ext.tools.doctor import gpus, host, network, packages, probe
 
 GOOD = {
     "python": "3.12.4",
@@ -47,6 +47,7 @@ def bad(findings):
 
 def test_this_machine():
     findings = doctor.run()
+    assert {"READ of 64 MB over NIXL"} <= set(levels(findings))
     assert {"Python", "GPU driver", "port on 127.0.0.1", "open files", "locked memory", "ptrace scope"} <= set(levels(findings))
     assert any("shared memory" in finding.what for finding in findings)
     bad(findings)
@@ -259,3 +260,38 @@ def test_a_probe_that_fails_is_an_error_text(monkeypatch, tmp_path):
     monkeypatch.setattr(probe, "WAIT_SECONDS", 0.5)
     script.write_text("import time; time.sleep(60)")
     assert "no answer" in probe.ask("facts")["error"]
+
+
+def test_nics(tmp_path):
+    assert bad(network.check_nics(tmp_path / "absent")) == {"NICs with RDMA": "warn"}
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+        (port / "link_layer").write_text("InfiniBand\n")
+    findings = network.check_nics(tmp_path)
+    assert bad(findings) == {"NIC mlx5_1 port 1": "warn"}
+    assert findings[0].got == "400 Gb/sec (4X NDR), InfiniBand"
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "report"),
+    [
+        (None, "warn", "not installed"),
+        ({"error": "no backend"}, "fail", "no backend"),
+        ({"same": False, "seconds": 0.01, "nbytes": 1 << 26, "memory": "DRAM"}, "fail", "other bytes"),
+        ({"same": True, "seconds": 0.01, "nbytes": 1 << 26, "memory": "DRAM"}, "ok", "6.7 GB/s in host memory"),
+        ({"same": True, "seconds": 0.01, "nbytes": 1 << 26, "memory": "VRAM"}, "warn", "6.7 GB/s in GPU memory"),
+    ],
+)
+def test_a_read_over_nixl_is_judged(answer, level, report):
+    finding = network.judge_read(answer)
+    assert (finding.level, bool(finding.do)) == (level, level != "ok")
+    assert report in finding.got
+
+
+@pytest.mark.skipif(not network.has_nixl(), reason="NIXL is not installed here: `make test-nixl` has it")
+def test_a_read_over_nixl():
+    answer = probe.ask(program=str(Path(network.__file__).with_name("nixl_read.py")))
+    assert network.judge_read(answer).level != "fail", answer

@@ -282,7 +282,7 @@ def _tensor_index(table: Placements, index: dict[str, int]) -> Int:
 
 def _known(table: Placements, tensor: Int) -> tuple[Placements, Int]:
     keep = tensor >= 0
-    return table.select(keep), tensor[keep]
+    return (table, tensor) if keep.all() else (table.select(keep), tensor[keep])
 
 
 def _name_problems(targets: Placements, tensor: Int, index: dict[str, int]) -> list[Problem]:
@@ -320,10 +320,10 @@ def _dtype_problems(
 
     def pairs(table: Placements, tensor: Int) -> list[tuple[int, int]]:
         number = {dtype: i for i, dtype in enumerate(dtypes)}
-        code = np.array([number[b.dtype] for b in table.buffers], np.int64)
-        # One number for a pair: sorting rows of two takes ten times as long.
-        found = np.unique(tensor * len(dtypes) + code[table.buffer]) if len(table) else np.zeros(0, np.int64)
-        return [divmod(int(pair), len(dtypes)) for pair in found]
+        code = np.array([number[b.dtype] for b in table.buffers], np.int8)
+        found = np.zeros((len(names), len(dtypes)), bool)
+        found[tensor, code[table.buffer]] = True
+        return [(t, c) for t, c in np.argwhere(found).tolist()]
 
     for t, code in pairs(sources, source_tensor):
         if dtypes[code] != specs[t].dtype:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_refit_ext.tools.doctor import gpus, host, packages, probe
+from vllm_refit_ext.tools.doctor import gpus, host, network, packages, probe
 from vllm_refit_ext.tools.doctor.finding import Finding, Level
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def run(environment: Mapping[str, str] | None = None) -> list[Finding]:
     """All findings for this machine, this Python and `environment` (default: this process's).
 
     Takes seconds. GPUs are asked in processes of their own, so CUDA is not started here. The hand-over of GPU memory is tried
-    for real on GPU 0, where there is one.
+    for real on GPU 0, where there is one, and a READ over NIXL where that is installed.
     """
     values = os.environ if environment is None else environment
     facts = probe.ask("facts")
@@ -40,6 +40,8 @@ def run(environment: Mapping[str, str] | None = None) -> list[Finding]:
         *host.check_shared_memory(Path("/dev/shm")),
         *host.check_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         *host.check_loopback(),
+        *network.check_nics(Path("/sys/class/infiniband")),
+        network.judge_read(probe.ask(program=str(Path(__file__).with_name("nixl_read.py"))) if network.has_nixl() else None),
     ]
 
 

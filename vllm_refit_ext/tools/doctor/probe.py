@@ -116,16 +116,18 @@ def hand_over(device: int) -> dict[str, Any]:
             child.stdin.close()
 
 
-def ask(*arguments: str) -> dict[str, Any]:
-    """Runs this file with `arguments` in its own process; its answer, or {"error": text}."""
+def ask(*arguments: str, program: str = "") -> dict[str, Any]:
+    """Runs this file, or `program`, with `arguments` in its own process; its answer, or {"error": text}."""
     try:
-        done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, timeout=WAIT_SECONDS)
+        done = subprocess.run(
+            [sys.executable, program or __file__, *arguments], capture_output=True, text=True, timeout=WAIT_SECONDS
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer in {WAIT_SECONDS} s"}
     except OSError as error:
         return {"error": str(error)}
     try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(done.stdout.rstrip().rpartition("\n")[2])  # what libraries print comes before
     except ValueError:
         last = done.stderr.strip().rsplit("\n", 1)[-1]
         return {"error": last or f"exit status {done.returncode}"}
