@@ -325,19 +325,19 @@ class Rows:
     placements = Placements.from_rows(
         [Buffer("mine", 0, "float32", (4, 4))], [Placement("w", 0, (4 * rank, 0), (4 * rank + 4, 4), 0, (16, 4))]
     )
-    calls = 0
 
     def refresh(self):
-        Rows.calls += 1
-        if fault == "late" and rank == 1 and Rows.calls == 2:
+        if not armed or rank != 1:
+            return
+        if fault == "late":
             time.sleep(600)
-        if fault == "dead" and rank == 1 and Rows.calls == 2:
+        if fault == "dead":
             os.kill(os.getpid(), 9)
-        if fault == "odd" and rank == 1 and Rows.calls == 2:
+        if fault == "odd":
             raise ZeroDivisionError("odd")
 
 
-source = Rows()
+source, armed = Rows(), False
 sender = RefitSender(lambda: source, None, SenderConfig(registry_port=port, deadline_s=5.0))
 import vllm_refit_ext.sender.sender as module
 module.LATE_S = 0.5
@@ -345,6 +345,7 @@ sender.ranks.deadline_s = 3.0
 sender.prepare()
 sender.publish("v1")
 print(sender.registry, flush=True)
+armed = True
 for line in sys.stdin:
     source.tensors[0].add_(10)
     try:

@@ -56,9 +56,10 @@ if fault == "open" and rank == 1:
     inner.Prepared = lambda *args, **named: 1 / 0
 if fault == "describe" and rank == 1:
     source = None
-Rows.broken = True
+Rows.broken = False
 print(said(sender.prepare))
 print(sender.prepared is not None)
+Rows.broken = True
 print(said(lambda: sender.refit("v")))
 Rows.broken = False
 if fault == "digest":

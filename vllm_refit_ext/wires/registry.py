@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -129,6 +130,12 @@ class Registry(abc.ABC):
         """Holders of leases that were not given back and have not ended."""
 
 
+_stores: dict[str, Store] = {}
+"""Connections of this process by address: all registries and documents at one address share one, for connecting takes longer than
+most calls. torch's store lets its threads take turns."""
+os.register_at_fork(after_in_child=_stores.clear)
+
+
 class Connection:
     """A store at `address` (host:port). A call that fails drops the connection, and the next one makes another."""
 
@@ -139,17 +146,32 @@ class Connection:
             do = "pass the address that the sender's `registry` says"
             raise ConfigError("not the address of a registry", where="registry", got=address[:120], wanted="host:port", do=do)
         self.address, self._host, self._port = address, host.strip("[]"), int(port)
-        self._store: Store | None = None
 
     def call(self, work: Callable[[Store], T], deadline: float) -> T:
-        """`work(store)`. Raises WireError, DeadlineError."""
+        """`work(store)`, which must bear being done twice: a connection may be found to be gone in it, and is made anew once.
+
+        Raises WireError, DeadlineError.
+        """
+        known = _stores.get(self.address)
+        if known is not None:
+            try:
+                return work(known)
+            except WireError:
+                self._drop(known)
+            except DeadlineError:
+                self._drop(known)
+                raise
+        store = _stores[self.address] = _Store(self._host, self._port, deadline)
         try:
-            if self._store is None:
-                self._store = _Store(self._host, self._port, deadline)
-            return work(self._store)
+            return work(store)
         except (WireError, DeadlineError):
-            self._store = None
+            self._drop(store)
             raise
+
+    def _drop(self, store: Store) -> None:
+        """Forget `store`, unless another thread has another one already."""
+        if _stores.get(self.address) is store:
+            del _stores[self.address]
 
 
 class StoreRegistry(Registry):

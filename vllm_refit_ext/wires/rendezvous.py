@@ -59,7 +59,7 @@ class Store:
             self._store = run_until(
                 deadline, "the trainer's store did not answer", self._where, lambda: _connect(host, port, deadline), ends=True
             )
-        except (DistError, RuntimeError) as error:
+        except (DistError, RuntimeError, OSError) as error:
             do = "see whether trainer rank 0 is alive and its host and port can be reached from here"
             raise WireError("the trainer's store can't be reached", where=self._where, got=_line(error), do=do) from None
 
@@ -263,8 +263,10 @@ def local_address(host: str, port: int) -> str:
 
 
 def _connect(host: str, port: int, deadline: float) -> Any:
-    left = timedelta(seconds=max(0.1, min(CONNECT_S, deadline - time.monotonic())))
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
+    left = max(0.1, min(CONNECT_S, deadline - time.monotonic()))
+    # Where nobody listens torch goes on trying until its time-out, though that is known at once.
+    socket.create_connection((host, port), left).close()
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left))
 
 
 def _decide(store: Any, key: str, verdict: Verdict) -> Verdict:
