@@ -8,7 +8,7 @@ UNIT = $(wildcard tests/unit/test_*.py) tests/unit/kernels tests/gpu
 SHORT = $(shell grep -L "^pytestmark = .*mark.long" tests/engine/test_*.py)
 
 # What a trainer imports, on the oldest Python allowed.
-OLDEST = $(addprefix tests/unit/test_,$(addsuffix .py,config_sender digest ipc plan ranks recipes relays residency seam_agree shm source_import))
+OLDEST = $(addprefix tests/unit/test_,$(addsuffix .py,config_sender digest ipc plan ranks recipes residency seam_agree shm source_import))
 
 demo: .setup           ## the main job: train, sample and refit on this machine's CPU
 	$(RUN) examples/colocated_sync_rl.py

@@ -2,14 +2,12 @@
 elsewhere.
 
     python benchmarks/reshard.py                                # 4 trainer ranks (EP4) to 2 engine ranks (TP2), gloo
-    python benchmarks/reshard.py --tp 1 --hosts 1               # two engines of one rank, on one host
     python benchmarks/reshard.py --trainers 1 --engines 1 --hidden 2048 --inner 768 --layers 24 --experts 64      # two GPUs
 
 A mixture of experts is cut over the trainers by expert and over the engines by tensor parallelism. "shard" is wire `collective`
 as the product runs it: each engine rank gets its own slices from the ranks that hold them. "broadcast" is the usual way:
 trainer rank 0 collects whole tensors, packs them into buckets of the same size, and broadcasts each bucket to all engine ranks,
-which keep their slices. With `--hosts` there is "hosts" beside: wire `collective` with the engine ranks on so many hosts, without
-trainers there, so that one copy crosses to each and is handed on; "shard" is as if each engine rank had a host of its own. All
+which keep their slices. All
 end with the same bytes in the same places, which is checked; "sent" is what trainer ranks sent. "link" is one pair of ranks
 sending buckets and nothing else: what this link can do in this run. Seconds are of the slowest rank, medians of `repeat`; bytes
 are what all ranks received.
@@ -94,16 +92,8 @@ def tables(o: argparse.Namespace) -> tuple[Manifest, Placements, list[Placements
     return manifest, sources, targets
 
 
-def hosts(o: argparse.Namespace) -> dict[str, Hosts]:
-    """Where the ranks are, for each way that uses wire `collective`."""
-    alone = Hosts(["trainers"] * o.trainers, [f"host {e}" for e in range(o.engines)])
-    shared = Hosts(["trainers"] * o.trainers, [f"host {e * o.hosts // o.engines}" for e in range(o.engines)])
-    return {"shard": alone} | ({"hosts": shared} if o.hosts else {})
-
-
-def ways(o: argparse.Namespace) -> list[str]:
-    """What is measured, in this order."""
-    return [*hosts(o), "broadcast", "link"]
+WAYS = ("shard", "broadcast", "link")
+"""What is measured, in this order."""
 
 
 def content(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -131,14 +121,12 @@ class Rank:
             mine = [b for b in self.plan.sources if b.rank == rank]
             self.tensors = [content(b.name, b.shape, self.device) for b in mine]
             self.held = dict(zip([b.name for b in mine], self.tensors, strict=True))
-            self.senders = {
-                way: collective.open_sender(rank, collective.send_tables(self.plan, at, o.bucket)[rank], self.tensors)
-                for way, at in hosts(o).items()
-            }
+            apart = Hosts(["trainers"] * o.trainers, [f"host {e}" for e in range(o.engines)])
+            self.sender = collective.open_sender(rank, collective.send_tables(self.plan, apart, o.bucket)[rank], self.tensors)
         else:
             self.plan = build_plan(self.manifest, sources, targets[rank - o.trainers])
             self.params = {b.name: torch.zeros(b.shape, dtype=torch.bfloat16, device=self.device) for b in self.plan.targets}
-            self.kept: dict[str, dict[str, Any]] = {way: {} for way in hosts(o)}
+            self.kept: dict[str, Any] = {}
             self.writers: dict[Plan, Any] = {}
 
     def barrier(self, what: str) -> None:
@@ -157,16 +145,16 @@ class Rank:
 
         return KernelWriter(step, self.params, {}, self.device)
 
-    def shard(self, name: str, way: str = "shard") -> tuple[int, int]:
+    def shard(self, name: str) -> tuple[int, int]:
         """One refit over wire `collective`; payload bytes that this rank received, and that it sent."""
         if self.is_trainer:
-            self.board.set(f"{name}/{self.rank}", self.senders[way].begin(self.tensors))
+            self.board.set(f"{name}/{self.rank}", self.sender.begin(self.tensors))
         info = collective.info([self.board.get(f"{name}/{r}") for r in range(self.o.trainers)])
         end = time.monotonic() + DEADLINE_S
         if self.is_trainer:
-            return 0, sum(self.senders[way].transfer(name, info, end).values())
+            return 0, sum(self.sender.transfer(name, info, end).values())
         update = UpdateInfo(wire="collective", version=name, session=name, collective=info, deadline_s=DEADLINE_S)
-        reader = collective.open_reader(update, self.plan, self.kept[way])
+        reader = collective.open_reader(update, self.plan, self.kept)
         reader.start(end)
         for step in reader.steps:
             if step not in self.writers:
@@ -176,11 +164,7 @@ class Rank:
             self.writers[step].write(reader)
         reader.confirm()
         reader.close()
-        return sum(reader.received.values()) + sum(reader.forwarded.values()), 0
-
-    def hosts(self, name: str) -> tuple[int, int]:
-        """The same with engine ranks that share hosts."""
-        return self.shard(name, "hosts")
+        return sum(reader.received.values()), 0
 
     def open_broadcast(self, store: Store) -> None:
         """Groups and buckets for the baseline: whole tensors in manifest order."""
@@ -284,7 +268,7 @@ def run(o: argparse.Namespace, rank: int, port: int, out: Any) -> None:
     store = Store("127.0.0.1", port, time.monotonic() + 10)
     me.open_broadcast(store)
     result: dict[str, Any] = {"rank": rank}
-    for way in ways(o):
+    for way in WAYS:
         work = getattr(me, way)
         seconds = []
         for i in range(o.repeat + 1):
@@ -318,12 +302,11 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--bucket", type=int, default=8 << 20, help="bytes")
     parser.add_argument("--tp", type=int, default=0, help="ranks of an engine; all engine ranks are one engine without it")
-    parser.add_argument("--hosts", type=int, default=0, help="measure also with the engine ranks on so many hosts")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default=None)
     o = parser.parse_args()
     o.tp = o.tp or o.engines
-    if o.tp < 1 or o.engines % o.tp or not 0 <= o.hosts <= o.engines:
-        parser.error(f"--engines {o.engines} must be a multiple of --tp {o.tp}, and --hosts {o.hosts} at most --engines")
+    if o.tp < 1 or o.engines % o.tp:
+        parser.error(f"--engines {o.engines} must be a multiple of --tp {o.tp}")
     ranks = o.trainers + o.engines
     if o.backend is None:
         o.backend = "nccl" if torch.cuda.device_count() >= ranks else "gloo"
@@ -352,7 +335,6 @@ def main() -> int:
         "trainers": o.trainers,
         "engines": o.engines,
         "tp": o.tp,
-        "engine_hosts": o.hosts,
         "model_bytes": size,
         "bucket_bytes": o.bucket,
     }
@@ -360,7 +342,7 @@ def main() -> int:
         f"{o.backend}, {o.trainers} trainer ranks to {o.engines} engine ranks (TP{o.tp}), "
         f"model of {size / 1e6:.1f} MB, buckets of {o.bucket / 1e6:.1f} MB"
     )
-    for way in ways(o):
+    for way in WAYS:
         slowest = [max(r[way]["seconds"][i] for r in results) for i in range(o.repeat)]
         received, sent = (sum(r[way][what] for r in results) for what in ("received", "sent"))
         median = statistics.median(slowest)
@@ -371,7 +353,7 @@ def main() -> int:
             "gb_per_s": received / median / 1e9,
         }
         sent_text = ""
-        if way in hosts(o):
+        if way == "shard":
             summary[way]["sent"] = sent
             sent_text = f", {sent / 1e6:.1f} MB sent by trainer ranks"
         print(

@@ -155,18 +155,17 @@ class Refit(Part, frozen=True, kw_only=True):
         Meta(description="`colocated`: engines use the trainer's GPUs, in turn. `disaggregated`: they have their own."),
     ]
     wire: Annotated[
-        Literal["ipc", "shm", "collective"],
+        Literal["ipc", "shm", "nixl", "collective"],
         Meta(
             description="`ipc`: the engine reads GPU memory of the trainer on its own host. `shm`: through host shared memory. "
-            "`collective`: shard to shard over NCCL or gloo."
+            "`nixl`: the engine reads the trainer's memory on any host over NIXL. `collective`: shard to shard over NCCL or gloo."
         ),
     ]
     mode: Annotated[
         Literal["direct", "staged"] | None,
         Meta(
-            description="`direct` (wire `ipc` only): no buffers between. `staged`: through ring buffers on the trainer; with "
-            "`ipc` this is the sender's wire `ring`, whose trainer ranks also relay between hosts. Null: direct for "
-            "`ipc`, staged for the others."
+            description="`direct` (wire `ipc` only): no buffers between. `staged`: through buffers; with `ipc` this is the "
+            "sender's wire `ring`, whose buffers are the trainer's. Null: direct for `ipc`, staged for the others."
         ),
     ] = None
     bucket_bytes: Annotated[

@@ -122,14 +122,13 @@ def _wire(recipe: Recipe) -> Iterator[Problem]:
     if refit.placement == "colocated":
         if refit.wire == "collective" and device == "cuda":
             what = "two NCCL ranks can't share a GPU"
-            yield Problem(what, where="refit.wire", got="collective, colocated", wanted="ipc or shm")
+            yield Problem(what, where="refit.wire", got="collective, colocated", wanted="ipc, shm or nixl")
         if device == "cuda" and ranks > world:
             what, wanted = "colocated engines have no more GPUs than the trainer", f"at most {world} (trainer.world_size)"
             yield Problem(what, where="engines", got=f"{ranks} GPUs", wanted=wanted)
-    elif refit.wire != "collective" and world + ranks > per_host:
-        what = "memory of another host can't be read, and trainer ranks relay only to engines on their own hosts"
-        wanted = f"collective, or trainer and engines on one host (got {world + ranks} GPUs, {per_host} a host)"
-        yield Problem(what, where="refit.wire", got=refit.wire, wanted=wanted)
+    elif refit.wire in ("ipc", "shm") and world + ranks > per_host:
+        what, got = "this wire can't read memory of another host", f"{refit.wire} with {world + ranks} GPUs, {per_host} a host"
+        yield Problem(what, where="refit.wire", got=got, wanted="collective or nixl, or trainer and engines on one host")
 
 
 def _requests(recipe: Recipe) -> Iterator[Problem]:

@@ -66,7 +66,7 @@ def test_a_trainer_that_stops_is_noticed(engine):
     folder, llm = engine
     sender = LooseSender(LLMClient(llm), weights(folder), wire_name="ring", bucket_bytes=50_000)
     sender.prepare()
-    pack = sender._sender._pack
+    pack = sender._sender._gather.pack
 
     def stop_at_four(number, message):
         if number == 4:
@@ -74,13 +74,13 @@ def test_a_trainer_that_stops_is_noticed(engine):
             raise RefitError("the trainer fails here")
         pack(number, message)
 
-    sender._sender._pack = stop_at_four
+    sender._sender._gather.pack = stop_at_four
     begin = time.monotonic()
     with pytest.raises(RefitError, match=r"gave up|fails here"):
         sender.refit("broken")
     assert time.monotonic() - begin < 60
     assert LLMClient(llm).status()[0].state == "torn"
-    sender._sender._pack = pack
+    sender._sender._gather.pack = pack
     sender.refit("healed")
     assert LLMClient(llm).status()[0].state == "ready"
     assert sender.verify()

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tests.support.collective_ranks import Rank, tables
-from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.plan import build_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -86,21 +85,3 @@ def test_a_killed_rank_is_an_error_by_the_deadline(tmp_path: Path) -> None:
     kind, text, seconds = run(_dies, tmp_path, expected=1)[0]
     assert kind in ("DeadlineError", "WireError"), text
     assert seconds < 14
-
-
-def _shares(folder: str, rank: int, bucket: int) -> Any:
-    torch.cuda.set_device(rank)
-    me = Rank(folder, rank, bucket, trainers=1, engines=2, device=f"cuda:{rank}", hosts=Hosts("t", "hh"))
-    return [(me.refit(f"s{i}", i, 120.0), me.forwarded) for i in range(3)]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three GPUs")
-@pytest.mark.parametrize("bucket", [512, 1 << 20])
-def test_one_copy_crosses_and_is_handed_on(tmp_path: Path, bucket: int) -> None:
-    results = run(_shares, tmp_path, bucket, expected=3, ranks=3)
-    whole = 24 * 10 * 4 + 7 * 2
-    for refit in range(3):
-        (sent, _), first, second = (results[r][refit] for r in range(3))
-        assert sum(sent.values()) == whole
-        assert first == ({0: sent[0]}, {1: sent[1]})
-        assert second == ({0: sent[1]}, {0: sent[0]})

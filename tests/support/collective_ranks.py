@@ -19,11 +19,11 @@ from vllm_refit_ext.wires import collective
 SHAPE = (24, 10)
 
 
-def tables(trainers: int = 2, engines: int = 2, whole: bool = False) -> tuple[Manifest, Placements, list[Placements]]:
-    """`t` cut by rows over the trainers and by columns over the engines, so that every pair exchanges something, or `whole` on
-    each engine; `u` on the last trainer."""
+def tables(trainers: int = 2, engines: int = 2) -> tuple[Manifest, Placements, list[Placements]]:
+    """`t` cut by rows over the trainers and by columns over the engines, so that every pair exchanges something; `u` on the
+    last trainer."""
     manifest = Manifest({"t": TensorSpec(SHAPE, "float32"), "u": TensorSpec((7,), "bfloat16")})
-    rows, columns = SHAPE[0] // trainers, SHAPE[1] if whole else SHAPE[1] // engines
+    rows, columns = SHAPE[0] // trainers, SHAPE[1] // engines
     buffers = [Buffer(f"t{r}", r, "float32", (rows, SHAPE[1])) for r in range(trainers)] + [
         Buffer("u", trainers - 1, "bfloat16", (7,))
     ]
@@ -32,7 +32,7 @@ def tables(trainers: int = 2, engines: int = 2, whole: bool = False) -> tuple[Ma
     targets = []
     for e in range(engines):
         mine = [Buffer("t", e, "float32", (SHAPE[0], columns)), Buffer("u", e, "bfloat16", (7,))]
-        first = 0 if whole else e * columns
+        first = e * columns
         place = Placement("t", 0, (0, first), (SHAPE[0], first + columns), 0, (columns * 4, 4))
         targets.append(Placements.from_rows(mine, [place, Placement("u", 1, (0,), (7,), 0, (2,))]))
     return manifest, sources, targets
@@ -53,15 +53,12 @@ class Rank:
         trainers: int = 2,
         engines: int = 2,
         device: str = "cpu",
-        hosts: Hosts | None = None,
     ) -> None:
-        """hosts: then every engine rank needs everything."""
-        self.bucket, self.hosts, self.whole = bucket, hosts or Hosts.single(trainers, engines), hosts is not None
+        self.bucket = bucket
         self.trainers, self.engines, self.device = trainers, engines, device
         self.folder, self.rank, self.kept = Path(folder), rank, {}
-        self.forwarded: dict[int, int] = {}
-        manifest, sources, targets = tables(trainers, engines, self.whole)
-        self.columns = SHAPE[1] if self.whole else SHAPE[1] // engines
+        manifest, sources, targets = tables(trainers, engines)
+        self.columns = SHAPE[1] // engines
         self.is_trainer = rank < trainers
         if self.is_trainer:
             self.plan = build_plan(manifest, sources, concatenate(targets))
@@ -78,14 +75,14 @@ class Rank:
         self.tensors = [torch.zeros(self.rows, SHAPE[1], device=self.device)]
         if self.rank == self.trainers - 1:
             self.tensors.append(torch.zeros(7, dtype=torch.bfloat16, device=self.device))
-        shares = collective.send_tables(self.plan, self.hosts, self.bucket)
+        shares = collective.send_tables(self.plan, Hosts.single(self.trainers, self.engines), self.bucket)
         self.sender = collective.open_sender(self.rank, shares[self.rank], self.tensors)
 
     def refit(
         self, name: str, version: int, deadline_s: float = 20.0, before=lambda: None, during=lambda: None
     ) -> dict[int, int]:
-        """One refit under `name`; returns this rank's bytes by rank of the other side, and leaves those by engine rank of its
-        host in `forwarded`. `before` the meeting, `during` the transfer."""
+        """One refit under `name`; returns this rank's bytes by rank of the other side. `before` the meeting, `during` the
+        transfer."""
         if self.is_trainer:
             t, u = content(version)
             self.tensors[0].copy_(t[self.rank * self.rows : (self.rank + 1) * self.rows])
@@ -112,10 +109,9 @@ class Rank:
         finally:
             reader.close()
         t, u = content(version)
-        first = 0 if self.whole else (self.rank - self.trainers) * self.columns
+        first = (self.rank - self.trainers) * self.columns
         assert torch.equal(self.params["t"].cpu(), t[:, first : first + self.columns])
         assert torch.equal(self.params["u"].cpu(), u)
-        self.forwarded = dict(reader.forwarded)
         return dict(reader.received)
 
     def read(self, name: str, wait_s: float) -> bytes:

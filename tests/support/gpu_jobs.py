@@ -20,14 +20,14 @@ def die_while_packing(url: str, folder: str) -> None:
     given = {n: t.cuda() for path in sorted(Path(folder).glob("*.safetensors")) for n, t in load_file(path).items()}
     sender = LooseSender(HTTPClient(url), given, wire_name="ring", deadline_s=60, bucket_bytes=100_000)
     sender.prepare()
-    pack = sender._sender._pack
+    pack = sender._sender._gather.pack
 
     def fail(number: int, message: object) -> None:
         if number == 4:
             os._exit(9)
         pack(number, message)
 
-    sender._sender._pack = fail
+    sender._sender._gather.pack = fail
     sender.refit("never")
 
 

@@ -122,15 +122,15 @@ WORKS: dict[str, dict[str, Any]] = {
     ),
     "colocated": recipe(engines=engine(count=8), refit=COLOCATED),
     "colocated over shm": recipe(engines=engine(count=8), refit=COLOCATED | {"wire": "shm"}),
-    "staged over hosts": recipe(
-        engines=engine(count=8), refit=COLOCATED | {"mode": "staged"}, hardware={"gpus_per_host": 4}, parallelism={"ep": 8}
+    "nixl over hosts": recipe(
+        engines=engine(count=8), refit=COLOCATED | {"wire": "nixl"}, hardware={"gpus_per_host": 4}, parallelism={"ep": 8}
     ),
     "staged on a cpu": recipe(hardware={"device": "cpu"}, engines=engine(count=8), refit=COLOCATED | {"mode": "staged"}),
     "shm, every host holds all": recipe(
         engines=engine(count=8), refit=COLOCATED | {"wire": "shm"}, hardware={"gpus_per_host": 4}, parallelism={"ep": 4}
     ),
-    "staged over hosts, on some of the trainer's": recipe(
-        engines=engine(count=2), refit=COLOCATED | {"mode": "staged"}, hardware={"gpus_per_host": 2}, parallelism={"pp": 4}
+    "nixl over hosts, on some of the trainer's": recipe(
+        engines=engine(count=2), refit=COLOCATED | {"wire": "nixl"}, hardware={"gpus_per_host": 2}, parallelism={"pp": 4}
     ),
     "direct, every host holds all": recipe(
         engines=engine(count=8), refit=COLOCATED, hardware={"gpus_per_host": 4}, parallelism={"ep": 4}
@@ -386,19 +386,25 @@ BY_PLAN: dict[str, tuple[dict[str, Any], list[str]]] = {
             engines=engine(count=8),
             refit=COLOCATED | {"mode": "staged"},
         ),
-        ["engines"],
+        ["refit.wire"],
     ),
     "direct across hosts, experts": (
         recipe(engines=engine(count=8), refit=COLOCATED, hardware={"gpus_per_host": 4}, parallelism={"ep": 8}),
-        ["refit.mode"],
+        ["refit.wire"],
     ),
     "direct across hosts, pipeline": (
         recipe(engines=engine(count=8), refit=COLOCATED, hardware={"gpus_per_host": 4}, parallelism={"pp": 2}),
-        ["refit.mode"],
+        ["refit.wire"],
     ),
     "direct across hosts, tensor": (
         recipe(engines=engine(count=8), refit=COLOCATED, hardware={"gpus_per_host": 4}, parallelism={"tp": 8}),
-        ["refit.mode"],
+        ["refit.wire"],
+    ),
+    "staged across hosts": (
+        recipe(
+            engines=engine(count=8), refit=COLOCATED | {"mode": "staged"}, hardware={"gpus_per_host": 4}, parallelism={"ep": 8}
+        ),
+        ["refit.wire"],
     ),
     "trainer memory": (
         recipe(hardware={"gpu_memory_bytes": 1 << 20}),
@@ -429,7 +435,7 @@ BY_PLAN: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "vocabulary that is padded otherwise over two hosts": (
         recipe(engines=engine(tp=8, ep=8), refit=COLOCATED, hardware={"gpus_per_host": 4}, parallelism={"tp": 8, "ep": 8}),
-        ["refit.mode"],
+        ["refit.wire"],
     ),
     "ignore names a layer that is not there": (
         recipe(engines=[{"quantization": {"format": "mxfp8", "ignore": ["model.layers.8.*"]}}]),

@@ -15,11 +15,8 @@ from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.placement import Buffer
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.receiver.writers import InPlaceWriter
-from vllm_refit_ext.wires.collective_forward import Forwarded, schedules, sent_by
 from vllm_refit_ext.wires.collective_move import OPERATIONS, Buffers, Packer, Unpacker
-from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
-from vllm_refit_ext.wires.collective_table import pack_table, read_table
-from vllm_refit_ext.wires.outgoing import Outgoing, outgoing
+from vllm_refit_ext.wires.outgoing import Outgoing, outgoing, sent_by
 from vllm_refit_ext.wires.staging import ALIGN, rounds
 
 
@@ -97,19 +94,14 @@ def by_rank(plan: Plan, sources: list[torch.Tensor]) -> tuple[Plan, list[torch.T
     return Plan(plan.manifest, [plan.sources[i] for i in order], targets, **columns), [sources[i] for i in order]
 
 
-def own_schedule(plan: Plan, rank: int, hosts: Hosts, bucket: int, tables: dict[int, Forwarded]) -> Schedule:
-    """The schedule of engine rank `rank` as the rank finds it: with its own plan, and its table if there is one."""
+def own_plan(plan: Plan, rank: int) -> Plan:
+    """The plan as engine rank `rank` makes it, with its own buffers alone."""
     mine = plan.for_target(rank)
-    if rank not in tables:
-        return schedule_alone(rounds(mine, bucket), len(hosts.trainers))
-    # An engine rank has no targets but its own.
     own = [i for i, b in enumerate(plan.targets) if b.rank == rank]
     place = np.full(len(plan.targets), -1, np.int64)
     place[own] = np.arange(len(own))
     columns = {c: getattr(mine, c) for c in Plan.COLUMNS} | {"target": place[mine.target]}
-    mine = Plan(plan.manifest, plan.sources, [plan.targets[i] for i in own], **columns)
-    raw = pack_table(tables[rank], rank, plan.digest(rank))
-    return read_table(raw, mine, rank, len(hosts.trainers), len(hosts.engines), bucket)
+    return Plan(plan.manifest, plan.sources, [plan.targets[i] for i in own], **columns)
 
 
 def run_transfer(
@@ -136,12 +128,11 @@ def _run_transfer(
     rendezvous = Rendezvous()
     failures: list[BaseException] = []
     first = np.searchsorted([b.rank for b in plan.sources], np.arange(trainers + 1))
-    found, tables = schedules(plan, hosts, bucket)
-    parts = [outgoing(sent_by(found, rank), plan, rank) for rank in range(trainers)]
+    cuts = [rounds(plan.for_target(t), bucket) for t in range(engines)]
+    parts = [outgoing(sent_by(cuts, rank), plan, rank) for rank in range(trainers)]
     packers = [Packer(Outgoing.read(p), trainers, bucket) for p in parts]
-    schedules_of = [own_schedule(plan, t, hosts, bucket, tables) for t in range(engines)]
-    readers = [Unpacker(Buffers(schedule, torch.device("cpu"))) for schedule in schedules_of]
-    peers = [*(p.peers for p in packers), *(r.schedule.peers for r in readers)]
+    readers = [Unpacker(Buffers(rounds(own_plan(plan, t), bucket), torch.device("cpu"))) for t in range(engines)]
+    peers = [*(p.peers for p in packers), *(r.buffers.peers for r in readers)]
     assert all(rank in peers[other] for rank, mine in enumerate(peers) for other in mine), "both ends connect"
     deadline = time.monotonic() + 20
 
@@ -156,10 +147,9 @@ def _run_transfer(
         for step in reader.steps:
             InPlaceWriter(step, targets).write(reader)
         reader.confirm()
-        for counted, shift in ((reader.received, 0), (reader.forwarded, trainers)):
-            for peer, nbytes in counted.items():
-                assert rendezvous.bytes[peer + shift, trainers + rank] == nbytes
-        assert sum(reader.received.values()) + sum(reader.forwarded.values()) == int(plan.for_target(rank).nbytes.sum())
+        for peer, nbytes in reader.received.items():
+            assert rendezvous.bytes[peer, trainers + rank] == nbytes
+        assert sum(reader.received.values()) == int(plan.for_target(rank).nbytes.sum())
 
     def guarded(work, rank: int) -> None:
         try:

@@ -16,10 +16,10 @@ from vllm_refit_ext.core.errors import ConfigError
 from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.messages import Status, VerifyReply
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
-from vllm_refit_ext.core.plan import Edge, Plan, build_plan
+from vllm_refit_ext.core.plan import Plan, build_plan
 from vllm_refit_ext.tools import cli, plan_command, plan_quantised, verify_command
 from vllm_refit_ext.tools.plan_report import Tally, grouped, spread, tables
-from vllm_refit_ext.tools.plan_traffic import Traffic, direct, forwarded, hosts_of, relayed, size
+from vllm_refit_ext.tools.plan_traffic import Traffic, direct, published, size
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 
@@ -51,7 +51,9 @@ def report(coded: bool = False):
     tally = Tally(2, 2)
     tally.add(one_plan(), lambda name: ("copied", f"why {name}"), lambda name: coded and name == "a")
     tally.note("goes nowhere", "no engine reads it", ["c", "d"])
-    return tally.report("tiny", "a/model", "collective", direct(tally.bytes, (range(2), range(8, 10)), 8), (None, None, 100.0))
+    return tally.report(
+        "tiny", "a/model", "collective", *[direct(tally.bytes, (range(2), range(8, 10)), 8)] * 2, (None, None, 100.0)
+    )
 
 
 def test_a_report_adds_up():
@@ -108,7 +110,8 @@ def test_bytes_that_are_passed_on_count_at_every_gpu_they_cross():
 def test_the_share_between_hosts():
     tally = Tally(1, 2)
     tally.bytes[:] = [[300, 100]]
-    found = tally.report("r", "m", "collective", direct(tally.bytes, ([0], [1, 8]), 8), (None, 1e3, 1e2))
+    traffic = direct(tally.bytes, ([0], [1, 8]), 8)
+    found = tally.report("r", "m", "collective", traffic, traffic, (None, 1e3, 1e2))
     assert found.crossing_hosts == 0.25
     assert [(c.link, c.nbytes) for c in found.crossings] == [("between GPUs of a host", 300), ("between hosts", 100)]
     assert str(found.floor) == (
@@ -246,33 +249,16 @@ def test_engines_planned_together_add_up_to_engines_planned_apart(monkeypatch):
     }
 
 
-def test_what_a_host_needs_twice_crosses_to_it_once_in_the_plans_seconds():
-    """`a` goes to both engine ranks of the second host: one copy crosses, and one GPU hands it to the other."""
-    manifest = Manifest({"a": TensorSpec((4, 32), "bfloat16")})
-    table = [Buffer("a", rank, "bfloat16", (4, 32)) for rank in (0, 1)]
-    rows = [Placement("a", rank, (0, 0), (4, 32), 0, (64, 2)) for rank in (0, 1)]
-    plan = build_plan(manifest, Placements.from_rows(table[:1], rows[:1]), Placements.from_rows(table, rows))
+def test_what_replicas_of_a_host_read_of_a_version_crosses_to_it_once_in_the_plans_seconds():
+    """Two engine ranks alike on the second host: each takes half from the trainer and half from the other."""
     place = ((0,), (8, 9))
-    found = forwarded(plan, hosts_of(place, 8), place, 8, 1 << 20, lambda p: p.nbytes)
-    rows_of = sorted(zip(found.source.tolist(), found.target.tolist(), found.nbytes.tolist(), strict=True))
-    across = [row for row in rows_of if row[0] == 0]
-    within = [row for row in rows_of if row[0] != 0]
-    assert sum(n for _, _, n in across) == 256
-    assert sum(n for _, _, n in within) == 256
-    assert {(s, t) for s, t, _ in within} <= {(8, 9), (9, 8)}
-    apart = ((0,), (8, 16))
-    found = forwarded(plan, hosts_of(apart, 8), apart, 8, 1 << 20, lambda p: p.nbytes)
-    assert sorted(zip(found.source.tolist(), found.target.tolist(), found.nbytes.tolist(), strict=True)) == [
-        (0, 8, 256),
-        (0, 16, 256),
-    ]
-
-
-def test_a_relay_is_two_hops_in_the_plans_seconds():
-    """Trainer rank 0 and engine rank 0 on one host, trainer rank 1 on another: what it holds passes rank 0's GPU."""
-    place = ((0, 8), (0,))
-    found = relayed([Edge(0, 0, 100, 1), Edge(1, 0, 40, 1)], hosts_of(place, 8), place, 8)
-    assert sorted(zip(found.source.tolist(), found.target.tolist(), found.nbytes.tolist(), strict=True)) == [
-        (0, 0, 140),
-        (8, 0, 40),
-    ]
+    found = published(np.array([[256, 256]]), place, 8, ["a", "a"])
+    rows = sorted(zip(found.source.tolist(), found.target.tolist(), found.nbytes.tolist(), strict=True))
+    assert rows == [(0, 8, 128), (0, 9, 128), (8, 9, 128), (9, 8, 128)]
+    for apart in (
+        published(np.array([[256, 256]]), place, 8, ["a", "b"]),
+        published(np.array([[256, 256]]), ((0,), (8, 16)), 8, "aa"),
+    ):
+        rows = sorted(zip(apart.source.tolist(), apart.target.tolist(), apart.nbytes.tolist(), strict=True))
+        assert [row[0] for row in rows] == [0, 0]
+        assert [row[2] for row in rows] == [256, 256]

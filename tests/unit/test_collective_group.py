@@ -13,7 +13,6 @@ import pytest
 from examples.support.launch import run_ranks
 from tests.support.collective_ranks import Rank, tables
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, SessionError, WireError
-from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import UpdateInfo
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.receiver.writers import InPlaceWriter
@@ -53,75 +52,6 @@ def test_refits_are_exact_and_carry_the_plans_bytes(tmp_path, bucket):
     for target in range(ENGINES):
         for got in results[TRAINERS + target]:
             assert got == {s: n for (s, t), n in want.items() if t == target}
-
-
-HOSTS = Hosts("tt", "hhx")
-"""Engine ranks 0 and 1 are on one host and need the same; rank 2 is alone on its host and needs it too."""
-WHOLE = 24 * 10 * 4 + 7 * 2
-
-
-def forwards(folder: str, bucket: int) -> list[tuple[dict[int, int], dict[int, int]]]:
-    me = Rank(folder, _me(), bucket, engines=3, hosts=HOSTS)
-    out = [(me.refit(f"s{i}", i), me.forwarded) for i in range(3)]
-    if me.is_trainer:
-        me.sender.close()
-    return out
-
-
-@pytest.mark.parametrize("bucket", [64, 1 << 20])
-def test_one_copy_crosses_to_a_host_and_is_handed_on_there(tmp_path, bucket):
-    results = run(forwards, tmp_path, bucket, ranks=5)
-    for refit in range(3):
-        sent = [r[refit][0] for r in results[:2]]
-        got = [r[refit] for r in results[2:]]
-        assert sum(n for s in sent for e, n in s.items() if e < 2) == WHOLE
-        assert sum(n for s in sent for e, n in s.items() if e == 2) == WHOLE
-        assert [sum(a.values()) + sum(b.values()) for a, b in got] == [WHOLE] * 3
-        for rank, (received, _) in enumerate(got):
-            assert received == {t: s[rank] for t, s in enumerate(sent) if rank in s}, "both sides count the same"
-        assert set(got[0][1]) == {1}
-        assert set(got[1][1]) == {0}
-        assert got[0][1][1] == sum(got[1][0].values()), "what lands on one is what the other gets from it"
-        assert got[2][1] == {}
-
-
-def spoilt(folder: str, how: str) -> list[tuple[str, str, float]]:
-    """The table of engine rank 1 is not there, or is that of rank 0: refused before it meets the others; then all is well."""
-    me = Rank(folder, _me(), engines=3, hosts=HOSTS)
-    out = []
-    if me.rank == 0:
-        key = f"forward/{collective.info([me.sender.begin(me.tensors)]).forwarding}"
-        store = me.sender._server.served[2]
-        good = store.get(f"{key}/1/0")
-        if how == "absent":
-            store.delete_key(f"{key}/1")
-        else:
-            store.set(f"{key}/1/0", store.get(f"{key}/0/0"))
-
-        def tell() -> None:
-            me.read("no", 20)
-            me.sender.refuse("a", SessionError("an engine refused", where="engine 1"), time.monotonic() + 10)
-
-        out.append(me.failure("a", before=tell))
-        store.set(f"{key}/1/0", good)
-        store.set(f"{key}/1", "1")
-        Path(folder, "mended").touch()
-    else:
-        out.append(me.failure("a"))
-        if me.rank == 3:
-            assert not me.params["t"].any(), "nothing was written"
-            Path(folder, "no").touch()
-        me.read("mended", 20)
-    me.refit("b", 1)
-    return out
-
-
-@pytest.mark.parametrize(("how", "kind", "text"), [("absent", "WireError", "lacks"), ("foreign", "PlanError", "another rank")])
-def test_a_rank_refuses_a_table_that_is_not_its_own(tmp_path, how, kind, text):
-    report = [r[0] for r in run(spoilt, tmp_path, how, ranks=5)]
-    assert report[3][0] == kind
-    assert text in report[3][1]
-    assert {t[:2] for i, t in enumerate(report) if i != 3} == {("SessionError", "engine 1: an engine refused")}
 
 
 def refused(folder: str) -> list[tuple[str, str, float]]:
@@ -233,8 +163,8 @@ def test_a_restarted_side_is_taken_in_again(tmp_path):
     assert run(restarted, tmp_path) == [1] * 4
 
 
-def killed(folder: str, victim: int, when: str, shared: bool) -> tuple[str, str, float] | None:
-    me = Rank(folder, _me(), 64, hosts=Hosts("tt", "hh")) if shared else Rank(folder, _me(), 8)
+def killed(folder: str, victim: int, when: str) -> tuple[str, str, float] | None:
+    me = Rank(folder, _me(), 8)
     me.refit("a", 0)
     die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     if me.rank == victim:
@@ -248,32 +178,27 @@ def killed(folder: str, victim: int, when: str, shared: bool) -> tuple[str, str,
         else:
             me.kept["collective"].close()
         return None
-    if me.rank == 2 and when == "during" and not shared:
+    if me.rank == 2 and when == "during":
         me.refit("b", 99)  # an engine of its own, which has nothing from the one that died
         return None
     return me.failure("b", deadline_s=4.0)
 
 
 @pytest.mark.parametrize(
-    ("victim", "when", "shared"),
-    [
-        pytest.param(1, "before", False, marks=pytest.mark.long),
-        (3, "before", False),
-        (3, "during", False),
-        (3, "during", True),
-    ],
+    ("victim", "when"),
+    [pytest.param(1, "before", marks=pytest.mark.long), (3, "before"), (3, "during")],
 )
-def test_a_killed_rank_fails_the_others_by_the_deadline(tmp_path, victim, when, shared):
-    results = [r for r in run(killed, tmp_path, victim, when, shared) if r is not None]
-    assert len(results) == (2 if when == "during" and not shared else 3)
+def test_a_killed_rank_fails_the_others_by_the_deadline(tmp_path, victim, when):
+    results = [r for r in run(killed, tmp_path, victim, when) if r is not None]
+    assert len(results) == (2 if when == "during" else 3)
     for kind, text, seconds in results:
         assert kind in ("DeadlineError", "WireError"), text
         assert seconds < 4 + 4, text
 
 
-def stopped(folder: str, shared: bool) -> tuple[str, str, float]:
+def stopped(folder: str) -> tuple[str, str, float]:
     """Rank 3 is stopped, not dead, after all have met; it goes on when the others have failed."""
-    me = Rank(folder, _me(), 64, hosts=Hosts("tt", "hh")) if shared else Rank(folder, _me(), 8)
+    me = Rank(folder, _me(), 8)
     me.refit("a", 0)
     if me.rank == 3:
         child = os.getpid()
@@ -290,9 +215,8 @@ def stopped(folder: str, shared: bool) -> tuple[str, str, float]:
     return out
 
 
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_stopped_rank_fails_everyone_and_the_next_refit_works(tmp_path, shared):
-    results = run(stopped, tmp_path, shared)
+def test_a_stopped_rank_fails_everyone_and_the_next_refit_works(tmp_path):
+    results = run(stopped, tmp_path)
     assert {kind for kind, _, _ in results} <= {"DeadlineError", "WireError"}
     assert all(seconds < 7 for _, _, seconds in results[:3])
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
+from tests.support.ring_ranks import crossed
 from tests.support.wire_refit import refit
-from tests.unit.test_ring_relay import crossed
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, Problem, WireError
 from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import UpdateInfo
@@ -40,7 +40,6 @@ def test_a_message_that_the_trainer_did_not_make_is_refused_and_changes_nothing(
             {"trainers": 2},
             {"engines": 2},
             {"engines": 0},
-            {"forwarding": "x"},
             {"port": 1},
             {"host": "127.0.0.2"},
         ):

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.ring_ranks import crossed
 from tests.support.wire_refit import refit
-from tests.unit.test_ring_relay import crossed
 from vllm_refit_ext.core.errors import ConfigError, WireError
 from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import NixlInfo, NixlRank, UpdateInfo
@@ -270,7 +270,7 @@ def test_one_refit_in_the_words_of_every_wire() -> None:
 
 TRAINER = """
 import sys
-from tests.unit.test_ring_relay import crossed
+from tests.support.ring_ranks import crossed
 from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.wires import nixl
 plan, tensors, _ = crossed(1, 1)
@@ -282,7 +282,7 @@ sender.close()
 READER = """
 import os, signal, sys, time
 from tests.unit.test_nixl import update_of
-from tests.unit.test_ring_relay import crossed
+from tests.support.ring_ranks import crossed
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.wires import nixl, nixl_agent, release
 nixl_agent.PATIENCE_S = float(sys.argv[3])

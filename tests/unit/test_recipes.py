@@ -7,12 +7,10 @@ import pytest
 
 from megatron_sender.config import Engine, Recipe
 from megatron_sender.config_load import find_recipes, load_recipe, parse_recipe
+from megatron_sender.config_sender import wire_name
 from megatron_sender.preflight import model_of
 from megatron_sender.preflight_rules import hand_violations
 from vllm_refit_ext.core.errors import ConfigError
-from vllm_refit_ext.core.hosts import Hosts
-from vllm_refit_ext.core.plan import Edge
-from vllm_refit_ext.core.relays import choose_relays
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 FILES = find_recipes(FOLDER)
@@ -110,19 +108,9 @@ def test_recipes_are_found_under_both_endings(tmp_path):
     assert [path.name for path in find_recipes(tmp_path)] == ["a.yaml", "b.yml"]
 
 
-COLOCATED = [name for name, r in RECIPES.items() if r.refit.placement == "colocated"]
-
-
-@pytest.mark.parametrize("name", COLOCATED)
-def test_colocated_recipes_reach_every_engine_as_the_wire_does(name):
-    """On one host by direct reads; over several by relays, which the wire finds for every pair of ranks, and not without."""
+@pytest.mark.parametrize("name", [name for name, r in RECIPES.items() if r.refit.placement == "colocated"])
+def test_colocated_recipes_use_the_wire_that_reaches(name):
+    """On one host direct reads; over several the wire that reads memory of another host."""
     recipe = RECIPES[name]
-    per_host, trainers = recipe.hardware.gpus_per_host, recipe.trainer.world_size
-    engines = sum(e.count * e.tp * e.pp * e.dp for e in recipe.engines)
-    hosts = Hosts([str(r // per_host) for r in range(trainers)], [str(r // per_host) for r in range(engines)])
-    every = [Edge(s, t, 1, 1) for s in range(0, trainers, 5) for t in range(0, engines, 3)]
-    relays = choose_relays(every, hosts)
-    assert all(hosts.trainers[relay] == hosts.engines[target] for (_, target), relay in relays.items())
-    over_hosts = trainers > per_host
-    assert bool(relays) == over_hosts
-    assert (recipe.refit.effective_mode() == "staged") == over_hosts
+    wanted = "nixl" if recipe.trainer.world_size > recipe.hardware.gpus_per_host else "ipc"
+    assert wire_name(recipe.refit) == wanted

@@ -12,13 +12,19 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.unit.test_ring_relay import Ranks, crossed
+from tests.support.geometry import sources_and_targets
+from tests.support.rendezvous import by_rank
+from tests.support.ring_ranks import Ranks, crossed
 from vllm_refit_ext.core.errors import ConfigError, RefitError, SessionError, WireError
-from vllm_refit_ext.core.hosts import Hosts
+from vllm_refit_ext.core.hosts import HOST_ID, Hosts
 from vllm_refit_ext.core.messages import UpdateInfo
+from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.receiver.writers import InPlaceWriter
-from vllm_refit_ext.wires import cuda_ipc, ring, ring_send, shm
+from vllm_refit_ext.wires import cuda_ipc, ipc, ring, ring_send, shm
+from vllm_refit_ext.wires.staging import ALIGN
 
 WAIT_S = 20.0
 
@@ -82,7 +88,7 @@ def test_a_late_reader_frees_nothing_while_the_next_refit_runs(ranks):
     """The case that lost two buckets: the late rank frees its slots in the middle of the next refit."""
     report = info_of(ranks)
     late = ring.open_reader(update_of(report), ranks.plans[0], {})
-    pack = ranks.senders[0]._pack
+    pack = ranks.senders[0]._gather.pack
 
     def disturbed(number: int, into: torch.Tensor) -> None:
         for count in range(1, 50):
@@ -90,7 +96,7 @@ def test_a_late_reader_frees_nothing_while_the_next_refit_runs(ranks):
         late._rings[0].words.write(0, ring.STOP, late._epochs[0])
         pack(number, into)
 
-    ranks.senders[0]._pack = disturbed
+    ranks.senders[0]._gather.pack = disturbed
     targets = {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
     ranks.refit(targets, pause=0.005)
     assert holds(ranks, targets, 0)
@@ -129,7 +135,7 @@ class Stream(threading.local):
 def test_launches_run_ahead_and_nothing_is_shown_or_freed_before_they_end(ranks, monkeypatch):
     """Neither side waits for its kernels, and a message is ready, and a buffer free, when they have ended."""
     stream, ahead = Stream(), []
-    copy, pack = torch._foreach_copy_, ranks.senders[0]._pack
+    copy, pack = torch._foreach_copy_, ranks.senders[0]._gather.pack
 
     def launch(number: int, into: torch.Tensor) -> None:
         ahead.append(len(stream.work) - stream.ran)
@@ -139,7 +145,7 @@ def test_launches_run_ahead_and_nothing_is_shown_or_freed_before_they_end(ranks,
         monkeypatch.setattr(module, "launched", stream.launched)
     monkeypatch.setattr(ring, "wait_for", stream.wait_for)
     monkeypatch.setattr(torch, "_foreach_copy_", lambda into, out: stream.launch(lambda: copy(into, out)))
-    ranks.senders[0]._pack = launch
+    ranks.senders[0]._gather.pack = launch
     for factor in (1, 2):
         for t in ranks.whole:
             t.mul_(factor)
@@ -155,13 +161,13 @@ def test_launches_run_ahead_and_nothing_is_shown_or_freed_before_they_end(ranks,
 def test_a_refusal_is_of_its_session(ranks):
     """A late failure of an old call stops nothing; one that comes before the transfer begins is not lost."""
     sender, targets = ranks.senders[0], {b.name: torch.zeros(b.shape) for b in ranks.plan.targets}
-    pack = sender._pack
+    pack = sender._gather.pack
 
     def late(number: int, into: torch.Tensor) -> None:
         sender.refuse("old", SessionError("an old call failed"), time.monotonic() + 1)
         pack(number, into)
 
-    sender._pack = late
+    sender._gather.pack = late
     sender.refuse("older", SessionError("an old call failed"), time.monotonic() + 1)
     ranks.refit(targets)
     assert holds(ranks, targets, 0)
@@ -304,3 +310,62 @@ def test_a_forked_process_has_another_name():
     assert name
     assert name != cuda_ipc.process()
     assert cuda_ipc.process() == cuda_ipc.process()
+
+
+@given(sources_and_targets(), st.sampled_from((24, 100, 1 << 20)))
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_geometry_arrives_within_two_buckets(case, bucket):
+    plan, sources = by_rank(
+        build_plan(case.manifest, case.sources, case.targets), [torch.from_numpy(c) for c in case.source.contents]
+    )
+    hosts = Hosts.single(1 + max(b.rank for b in plan.sources), case.target_ranks)
+    targets = {b.name: torch.zeros(b.shape) for b in plan.targets}
+    ranks = Ranks(plan, hosts, bucket, sources)
+    try:
+        for sender in ranks.senders:
+            readers = len({e.target for e in plan.edges() if e.source == sender.rank})
+            assert sender.staging_bytes <= max(2 * (bucket + ALIGN) * readers, ALIGN)
+        received = ranks.refit(targets, pause=0.001)
+    finally:
+        ranks.close()
+    case.check_targets([targets[b.name].numpy().view(np.uint8).reshape(-1) for b in plan.targets])
+    assert {(s, e): n for e, found in enumerate(received) for s, n in found.items()} == {
+        (e.source, e.target): e.nbytes for e in plan.edges()
+    }
+
+
+@pytest.mark.parametrize("wire", [ring, shm, ipc])
+def test_what_lies_on_another_host_is_refused_before_anything_is_opened(wire):
+    plan, _, _ = crossed(2, 2)
+    with pytest.raises(ConfigError, match=r"engine rank 1 on 'b': .*memory of its own host") as caught:
+        wire.send_tables(plan, Hosts("aa", "ab"), 128)
+    assert HOST_ID in str(caught.value)
+
+
+@pytest.mark.parametrize("wire", ["ring", "shm"])
+def test_memory_of_another_host_says_where_both_are(monkeypatch, wire):
+    module = {"ring": ring, "shm": shm}[wire]
+    monkeypatch.setenv(HOST_ID, "there")
+    plan, tensors, _ = crossed(1, 1)
+    sender = module.open_sender(0, module.send_tables(plan, Hosts("a", "a"), 128)[0], tensors)
+    update = UpdateInfo(wire=wire, version="v", session="s", **{wire: module.info([sender.begin(tensors)])})
+    sender.close()
+    for here, text in (("here", r"'there'.*'here'.*VLLM_REFIT_HOSTID"), ("there", "has not ended")):
+        monkeypatch.setenv(HOST_ID, here)
+        with pytest.raises(WireError, match=text):
+            module.open_reader(update, plan, {})
+
+
+def test_a_message_that_lacks_a_ring_or_names_other_buckets_is_refused():
+    plan, tensors, _ = crossed(2, 2)
+    ranks = Ranks(plan, Hosts("aa", "aa"), 1024, tensors)
+    report = info_of(ranks)
+    try:
+        for change, kind, text in (
+            ({"rings": report.rings[:1]}, WireError, "no ring was named"),
+            ({"bucket_bytes": 64}, ConfigError, "other buffers than the plan needs"),
+        ):
+            with pytest.raises(kind, match=text):
+                ring.open_reader(update_of(msgspec.structs.replace(report, **change)), ranks.plans[1], {})
+    finally:
+        ranks.close()

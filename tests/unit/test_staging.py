@@ -16,7 +16,6 @@ from vllm_refit_ext.core.manifest import Manifest, TensorSpec
 from vllm_refit_ext.core.placement import Buffer, Placement, Placements
 from vllm_refit_ext.core.plan import build_plan
 from vllm_refit_ext.wires.collective_move import Buffers, Unpacker
-from vllm_refit_ext.wires.collective_schedule import schedule_alone
 from vllm_refit_ext.wires.staging import ALIGN, cut_moves, rounds
 
 BUCKETS = (4, 12, 40, 1 << 20)
@@ -53,7 +52,7 @@ def test_rounds_keep_their_bounds(case, bucket):
             assert payload == int(r.plan.nbytes[r.number == number].sum())
         most = max(len(m) for m in r.messages) if r.messages else 0
         room = 2 * (max(bucket, 4) + ALIGN * (most + 1))
-        assert Buffers(schedule_alone(r, 1), torch.device("cpu")).staging_bytes <= room, "two buckets, whatever the plan"
+        assert Buffers(r, torch.device("cpu")).staging_bytes <= room, "two buckets, whatever the plan"
 
 
 @pytest.mark.parametrize("limit", [1, 4, 5, 8, 24, 100, 10**6])
@@ -123,7 +122,7 @@ def test_scales_come_first_and_stay():
     r = rounds(build_plan(manifest, table, table), 64)
     assert r.kept == 1
     assert r.plan.names[int(r.plan.tensor[0])] == "z"
-    reader = Buffers(schedule_alone(r, 1), torch.device("cpu"))
+    reader = Buffers(r, torch.device("cpu"))
     assert len(reader.steps) == len(r.messages) - 1
     found = [{step.names[t] for t in step.tensor.tolist()} for step in reader.steps]
     assert {"a", "z"} in found
@@ -134,7 +133,7 @@ def test_a_round_that_was_given_up_is_not_read():
     manifest = Manifest({"t": TensorSpec((8,), "float32")})
     table = Placements.from_rows([Buffer("t", 0, "float32", (8,))], [Placement("t", 0, (0,), (8,), 0, (4,))])
     cut = rounds(build_plan(manifest, table, table), 8)
-    reader = Unpacker(Buffers(schedule_alone(cut, 1), torch.device("cpu")))
+    reader = Unpacker(Buffers(cut, torch.device("cpu")))
 
     class Quiet:
         device = torch.device("cpu")

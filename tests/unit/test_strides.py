@@ -10,7 +10,7 @@ import torch
 
 from megatron_sender.bridge import ModelTensor
 from megatron_sender.source import SourceMap
-from tests.unit.test_ring_relay import crossed
+from tests.support.ring_ranks import crossed
 from vllm_refit_ext.core.errors import LayoutError, WireError
 from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.manifest import TensorSpec

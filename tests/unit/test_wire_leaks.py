@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ring_ranks import crossed
 from tests.support.wire_refit import refit
-from tests.unit.test_ring_relay import crossed
 from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.wires import release, wire
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.mutate import mutated
-from tests.unit.test_ring_relay import crossed
+from tests.support.ring_ranks import crossed
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.core.hosts import Hosts
 from vllm_refit_ext.core.messages import UpdateInfo
@@ -26,9 +26,9 @@ def seen(name: str, reader: Any) -> Any:
     """All that a reader would read with, as far as no byte has to come."""
     if name == "ring":
         where = {o: (r._file.name, r.memory.shape, r.memory.data_ptr() % 4096) for o, r in reader._rings.items()}
-        return where, reader._epochs, reader._laid.messages, reader._laid.places
+        return where, reader._epochs, reader._laid.messages
     if name == "collective":
-        return reader._link.store.port, reader._link.names, reader.schedule.landing, reader.schedule.sizes
+        return reader._link.store.port, reader._link.names, reader.buffers.messages, reader.buffers.sizes
     return [reader.memory(i).tolist() for i in np.unique(reader.whole.source).tolist()]
 
 

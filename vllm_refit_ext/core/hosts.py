@@ -10,10 +10,16 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from vllm_refit_ext.core.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from vllm_refit_ext.core.plan import Edge
 
 HOST_ID = "VLLM_REFIT_HOSTID"
 """Environment variable that names this process's host, where host names do not tell."""
@@ -50,9 +56,40 @@ def not_shared(other: str) -> str:
     if not apart(other, here):
         return f"check that the trainer has not ended, and that both see the same shared memory and GPUs (host {here!r})"
     return (
-        f"the trainer rank is on host {other!r} and this process on {here!r}: use wire ring, which relays between hosts, "
-        f"or wire collective; for containers of one host, share /dev/shm and name that host in {HOST_ID} for both"
+        f"the trainer rank is on host {other!r} and this process on {here!r}: use wire nixl or "
+        f"collective; for containers of one host, share /dev/shm and name that host in {HOST_ID} for both"
     )
+
+
+def check_near(wire: str, edges: Sequence[Edge], hosts: Hosts) -> None:
+    """Raises ConfigError that names every host whose engine ranks need bytes of another one, which `wire` can't bring. Engine
+    ranks whose host is not known yet, as those that will take a version, find it out for themselves."""
+    far: dict[str, set[int]] = {}
+    for edge in edges:
+        if edge.target < len(hosts.engines) and apart(hosts.trainers[edge.source], hosts.engines[edge.target]):
+            far.setdefault(hosts.engines[edge.target], set()).add(edge.target)
+    do = (
+        "use wire nixl, or wire collective for engines with GPUs of their own; if these processes do share a host, its GPUs and "
+        f"its /dev/shm, set {HOST_ID} to one name for all of them"
+    )
+    problems = [
+        Problem(
+            f"engine ranks need bytes of another host, and wire {wire} reads memory of its own host alone",
+            where=f"engine rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks))} on {host!r}",
+            got=f"trainer ranks on {', '.join(map(repr, sorted(set(hosts.trainers))))}",
+            wanted="all that an engine rank needs on its host",
+            do=do,
+        )
+        for host, ranks in sorted(far.items())
+    ]
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def listed(ranks: Sequence[int], most: int = 8) -> str:
+    """Ranks for people, with how many are left out."""
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return ", ".join(map(str, ranks[:most])) + more
 
 
 def this_host() -> str:

@@ -30,8 +30,8 @@ Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 
 WireName = Literal["shm", "ipc", "nixl", "ring", "collective"]
 """How bytes move. `shm`: shared memory of one host. `ipc`: CUDA IPC on one host. `nixl`: engines READ over NIXL, from any
-host. `ring`: rings of buffers on each host, which trainer ranks fill for their own host and relay for others. `collective`: shard
-to shard over NCCL or gloo. The field of `UpdateInfo` with this name holds the wire's own part."""
+host. `ring`: rings of buffers that trainer ranks fill for engines of their host. `collective`: shard to shard over NCCL or gloo.
+The field of `UpdateInfo` with this name holds the wire's own part."""
 
 CachePolicy = Literal["reset", "reset_running", "keep"]
 """What a commit does with caches computed from older weights. `reset`: clear the prefix and encoder caches; refused before
@@ -102,9 +102,7 @@ class ShmInfo(Message, frozen=True, kw_only=True):
 
 
 class CollectiveInfo(Message, frozen=True, kw_only=True):
-    """The rendezvous of wire `collective`: the store at host and port, the ranks on both sides, most payload bytes of a round.
-    forwarding: names the tables in the store, where engine ranks of one host hand boxes to each other; else empty.
-    """
+    """The rendezvous of wire `collective`: the store at host and port, the ranks on both sides, most payload bytes of a round."""
 
     host: str
     port: Port
@@ -112,7 +110,6 @@ class CollectiveInfo(Message, frozen=True, kw_only=True):
     trainers: Rank
     engines: Rank
     bucket_bytes: Bytes
-    forwarding: str = ""
 
 
 class IpcRank(Message, frozen=True, kw_only=True):
@@ -175,19 +172,11 @@ class RingRank(Message, frozen=True, kw_only=True):
 
 
 class RingInfo(Message, frozen=True, kw_only=True):
-    """The rings of all trainer ranks, most payload bytes of a bucket, and the number of engine ranks.
-
-    relays: int64 [n, 3], sorted: (trainer rank, engine rank, relay). What the plan takes from that trainer rank for that engine
-    rank lies in the relay's ring; every other message lies in the ring of the rank that holds it. None: there are none.
-    host, port: of the store in which trainer ranks of several hosts have their rendezvous; engine ranks are not in it.
-    """
+    """The rings of all trainer ranks, most payload bytes of a message, and the number of engine ranks."""
 
     rings: list[RingRank]
     bucket_bytes: Bytes
     engines: Rank
-    relays: Column | None = None
-    host: str = ""
-    port: Port = 0
 
 
 class UpdateInfo(Envelope, frozen=True, kw_only=True):
@@ -232,7 +221,7 @@ class Published(Envelope, frozen=True, kw_only=True):
 class UpdateReport(Message, frozen=True, kw_only=True):
     """What one engine rank did in a refit. seconds: by phase. received: bytes by source rank as text, of the moves that were
     executed, as they were sent.
-    forwarded: bytes by engine rank of its host as text, that handed them on; they are not in `received`.
+    forwarded: bytes by name of the replica that they were read from; they are not in `received`.
     launches: kernels that wrote. sampled: moves that were recomputed by the reference and found equal. kept: engine parameters
     and offered tensors that stayed as they were, by the user's wish.
     """

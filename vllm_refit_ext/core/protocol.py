@@ -8,7 +8,7 @@ import msgspec
 
 from vllm_refit_ext.core.errors import ConfigError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised when a message changes so that an older peer would misread it. Peers with different numbers refuse each other."""
 
 

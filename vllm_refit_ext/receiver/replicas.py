@@ -150,7 +150,7 @@ class PiecesReader(Reader):
     copied of, as errors name it."""
 
     received: dict[int, int]
-    forwarded: dict[str, int]  # type: ignore[assignment]
+    forwarded: dict[str, int]
 
     def __init__(
         self,

@@ -169,7 +169,7 @@ class Receiver:
             writer=prepared.targets.writer,
             seconds=clock.seconds,
             received={str(r): n for r, n in (self._moved if reader.received is None else reader.received).items()},
-            forwarded={str(r): n for r, n in reader.forwarded.items()},
+            forwarded=dict(reader.forwarded),
             moves=len(self._piece.plan),
             launches=prepared.launches(),
             kept=sorted(prepared.targets.kept),

@@ -18,8 +18,8 @@ from vllm_refit_ext.core.hosts import distances
 from vllm_refit_ext.core.manifest import Manifest, whole_tensors
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.plan import build_plan
-from vllm_refit_ext.tools.plan_report import PlanReport, Tally, grouped, sent_bytes
-from vllm_refit_ext.tools.plan_traffic import Traffic, direct, forwarded, hosts_of, merged, relayed
+from vllm_refit_ext.tools.plan_report import PlanReport, Tally, grouped
+from vllm_refit_ext.tools.plan_traffic import direct, hosts_of, published
 
 if TYPE_CHECKING:
     from megatron_sender.config import Engine, Recipe
@@ -64,40 +64,31 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
     h, place, wire = recipe.hardware, _gpus(recipe, ranks), wire_name(recipe.refit)
     hosts = hosts_of(place, h.gpus_per_host)
     away = distances(hosts.trainers, dict(enumerate(hosts.engines)))
-    parts: list[Traffic] = []
-    first, read = 0, set[str]()
+    first, read, alike = 0, set[str](), list[tuple[int, int]]()
     dropped: dict[str, str] = {}
-    for engine in recipe.engines:
+    for e, engine in enumerate(recipe.engines):
         routes = engine_routes_of(recipe, engine, manifest)
         computed = {name: why for r in routes for name, why in r.computed.items()}
         held = quantised(recipe, engine, routes)
         tables = [targets_of(r, manifest) for r in routes]
         path_of = functools.partial(_path, computed=computed, held=held, recipe=recipe, engine=engine)
         coded = held if recipe.refit.prequantize else _nothing
+        alike += [(e, r) for _ in range(engine.count) for r in range(len(tables))]
         left, together = engine.count, max(1, ROWS_AT_ONCE // max(1, sum(map(len, tables))))
-        together = -(-together // (whole := max(1, h.gpus_per_host // len(tables)))) * whole  # hosts are planned whole
         while left:
             now = min(left, together)
             places = [table.as_rank(first + i) for i, table in enumerate(tables * now)]
             plan = build_plan(manifest, sources, concatenate(places), away)
             tally.add(plan, path_of, coded)
-            if wire == "collective":
-                bucket, bytes_of = recipe.refit.bucket_bytes, functools.partial(sent_bytes, coded=coded)
-                parts.append(forwarded(plan, hosts, place, h.gpus_per_host, bucket, bytes_of))
             read |= {plan.names[t] for t in np.unique(plan.tensor)}
             first, left = first + len(places), left - now
         for r in routes:
             dropped |= r.dropped
     for why, names in grouped({n: dropped.get(n, "no engine reads it") for n in manifest.tensors if n not in read}).items():
         tally.note("goes nowhere", why, names)
-    if parts:
-        traffic = merged(parts)
-    elif wire == "ring":
-        traffic = relayed(tally.edges(), hosts, place, h.gpus_per_host)
-    else:
-        traffic = direct(tally.bytes, place, h.gpus_per_host)
+    traffic, taken = direct(tally.bytes, place, h.gpus_per_host), published(tally.bytes, place, h.gpus_per_host, alike)
     speeds = [h.copy_bytes_per_second, h.host_bytes_per_second, h.network_bytes_per_second]
-    return tally.report(recipe.name, recipe.model.name, wire, traffic, speeds)
+    return tally.report(recipe.name, recipe.model.name, wire, traffic, taken, speeds)
 
 
 def _gpus(recipe: Recipe, engines: int) -> tuple[Sequence[int], Sequence[int]]:

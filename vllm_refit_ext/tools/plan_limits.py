@@ -41,24 +41,13 @@ def host_violations(recipe: Recipe, offered: Offered, targets: Sequence[Sequence
     from megatron_sender.preflight_rules import engine_ranks
 
     refit, per_host, trainers = recipe.refit, recipe.hardware.gpus_per_host, recipe.trainer.world_size
-    engines = engine_ranks(recipe)
-    ranks = max(trainers, engines)
-    if refit.wire == "collective" or refit.placement != "colocated" or ranks <= per_host:
+    ranks = max(trainers, engine_ranks(recipe))
+    if refit.wire in ("collective", "nixl") or refit.placement != "colocated" or ranks <= per_host:
         return []
     if hosts_suffice(recipe, offered, targets):
         return []
-    got, hosts = f"{ranks} GPUs, {per_host} a host", -(-trainers // per_host)
-    if -(-engines // per_host) > hosts:
-        what = "engines on a host without trainer ranks can be reached neither through its memory nor by a relay"
-        wanted = f"at most {hosts} host(s), as many as the trainer has, or collective"
-        return [Problem(what, where="engines", got=f"{engines} ranks, {per_host} a host", wanted=wanted)]
-    if refit.wire == "ipc" and refit.effective_mode() == "staged":
-        return []
-    what = "an engine needs weights that no trainer rank of its host holds, and memory of another host can't be read"
-    do = "Staged, a trainer rank of the engine's host receives them over the trainer's own network and shows them to the engine."
-    if refit.wire == "shm":
-        return [Problem(what, where="refit.wire", got=f"shm with {got}", wanted="ipc with mode staged", do=do)]
-    return [Problem(what, where="refit.mode", got=f"direct with {got}", wanted="staged", do=do)]
+    what = "an engine needs weights that no trainer rank of its host holds, and this wire can't read memory of another host"
+    return [Problem(what, where="refit.wire", got=f"{refit.wire} with {ranks} GPUs, {per_host} a host", wanted="nixl")]
 
 
 def hosts_suffice(recipe: Recipe, offered: Offered, targets: Sequence[Sequence[Placements]]) -> bool:
@@ -96,13 +85,13 @@ def refit_memory(
     """What a trainer rank and a rank of each engine need at a refit, at least; the trainer first. small: one period of it."""
     refit = recipe.refit
     staged = RING * refit.bucket_bytes if refit.effective_mode() == "staged" else 0
+    theirs = staged if refit.wire in ("collective", "nixl") else 0  # with the others engines read the sender's memory
     first = [b for b in offered.sources.buffers if b.rank == 0]
     held = sum(b.nbytes * layers.copies(b.name) for b in first) // recipe.trainer.parallelism.pp
-    result = [Memory(where="trainer rank", weights=held, staging=staged)]
+    result = [Memory(where="trainer rank", weights=held, staging=0 if refit.wire == "nixl" else staged)]
     for i, (engine, cut) in enumerate(zip(recipe.engines, small.engines, strict=True)):
         held = (_engine_bytes(small, cut, layers) + _draft_bytes(cut, offered, targets[i])) // engine.pp
-        # The receiver of a collective stages too; with ipc and shm it reads the sender's buffers.
-        result.append(Memory(where=f"engines[{i}] rank", weights=held, staging=staged if refit.wire == "collective" else 0))
+        result.append(Memory(where=f"engines[{i}] rank", weights=held, staging=theirs))
     return result
 
 

@@ -43,8 +43,8 @@ def sent_bytes(plan: Plan, coded: Callable[[str], bool]) -> Int:
 
 class PlanReport(msgspec.Struct, frozen=True):
     """sent, received: bytes by trainer rank and by engine rank. edges: every pair that exchanges any. crossings: all bytes by the
-    links that they cross, twice where they are relayed. crossing_hosts: share of the bytes that cross hosts. seconds: those of
-    `floor`. unread: names that no engine reads.
+    links that they cross. crossing_hosts: share of the bytes that cross hosts. seconds: those of `floor`. published: the floor
+    where engines take a published version and read it from each other too. unread: names that no engine reads.
     """
 
     recipe: str
@@ -63,6 +63,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     crossing_hosts: float
     seconds: float | None
     floor: Floor
+    published: Floor
     unread: list[str]
 
 
@@ -96,8 +97,8 @@ class Tally:
         """Every pair of ranks that exchanges any bytes."""
         return [Edge(int(s), int(t), int(self.bytes[s, t]), int(self.moves[s, t])) for s, t in np.argwhere(self.moves > 0)]
 
-    def report(self, recipe: str, model: str, wire: str, traffic: Traffic, speeds: Speeds) -> PlanReport:
-        """traffic: which GPUs the bytes pass. speeds: of the kinds of links."""
+    def report(self, recipe: str, model: str, wire: str, traffic: Traffic, taken: Traffic, speeds: Speeds) -> PlanReport:
+        """traffic: which GPUs the bytes pass in a push; taken: when versions are taken. speeds: of the kinds of links."""
         paths = [Path(p, w, len(names), sum(names.values()), next(iter(names))) for (p, w), names in self.paths.items()]
         least, total = traffic.floor(speeds), int(self.bytes.sum())
         across = int(traffic.nbytes[traffic.kinds == 2].sum())
@@ -117,6 +118,7 @@ class Tally:
             across / total if total else 0.0,
             least.seconds,
             least,
+            taken.floor(speeds),
             self.unread,
         )
 
@@ -136,6 +138,7 @@ def tables(report: PlanReport, edges: bool = False) -> list[Table]:
         "a trainer rank sends": spread(report.sent),
         "an engine rank receives": spread(report.received),
         "seconds": str(report.floor),
+        "seconds of a version": str(report.published),
     }
     for row in rows.items():
         summary.add_row(*row)

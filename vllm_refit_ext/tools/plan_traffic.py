@@ -1,20 +1,18 @@
 """What goes between which GPUs, from the plan, and the seconds that it takes at least.
 
-On some wires bytes go straight from trainer to engine, on others a rank in between hands them on. Seconds are those of the
+Bytes go straight from trainer to engine. Seconds are those of the
 busiest GPU: its bytes over the speeds of the links that they cross, one link after another at full speed, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from vllm_refit_ext.core.box import Int
 from vllm_refit_ext.core.hosts import Hosts
-from vllm_refit_ext.core.plan import Edge, Plan
-from vllm_refit_ext.core.relays import choose_relays
 
 Place = tuple[Sequence[int], Sequence[int]]
 """The GPU of each trainer rank and of each engine rank, numbered over all hosts."""
@@ -119,48 +117,21 @@ def direct(nbytes: Int, place: Place, per_host: int) -> Traffic:
     return Traffic(np.asarray(place[0], np.int64)[s], np.asarray(place[1], np.int64)[t], nbytes[s, t], per_host)
 
 
-def forwarded(
-    plan: Plan, hosts: Hosts, place: Place, per_host: int, bucket_bytes: int, sent_bytes: Callable[[Plan], Int]
-) -> Traffic:
-    """On wire `collective`: what engine ranks of a host have in common comes to one of them, which hands it on.
-
-    plan: of whole hosts, since engine ranks that are planned apart share nothing here. sent_bytes: bytes of each move, int64 [n].
-    """
-    from vllm_refit_ext.wires.collective_forward import forwarding
-
-    trainers, engines = (np.asarray(side, np.int64) for side in place)
-    shared = forwarding(plan, hosts, bucket_bytes)
-    alone = ~np.isin(plan.target_rank, list(shared))
-    source, target = [trainers[plan.source_rank[alone]]], [engines[plan.target_rank[alone]]]
-    nbytes = [sent_bytes(plan)[alone]]
-    for rank, rank_table in shared.items():
-        rows = rank_table.rows
-        lands = rows.holder == rank
-        source.append(np.where(lands, trainers[rows.origin], engines[rows.holder]))
-        target.append(np.full(len(rows.holder), engines[rank]))
-        nbytes.append(sent_bytes(rows.plan))
-    return merged([Traffic(np.concatenate(source), np.concatenate(target), np.concatenate(nbytes), per_host)])
-
-
-def relayed(edges: Sequence[Edge], hosts: Hosts, place: Place, per_host: int) -> Traffic:
-    """On wire `ring`: what lies on another host comes to a trainer rank of the engine rank's host, which shows it there."""
-    relays, rows = choose_relays(edges, hosts), []
-    for edge in edges:
-        via = relays.get((edge.source, edge.target), edge.source)
-        if via != edge.source:
-            rows.append((place[0][edge.source], place[0][via], edge.nbytes))
-        rows.append((place[0][via], place[1][edge.target], edge.nbytes))
-    source, target, nbytes = np.array(rows, np.int64).reshape(-1, 3).T
-    return merged([Traffic(source, target, nbytes, per_host)])
-
-
-def merged(parts: Sequence[Traffic]) -> Traffic:
-    """One row for each pair of GPUs."""
-    source, target, nbytes = (np.concatenate([getattr(p, name) for p in parts]) for name in ("source", "target", "nbytes"))
-    pairs, which = np.unique(np.stack([source, target]), axis=1, return_inverse=True)
-    total = np.zeros(pairs.shape[1], np.int64)
-    np.add.at(total, which.reshape(-1), nbytes)
-    return Traffic(pairs[0], pairs[1], total, parts[0].per_host)
+def published(nbytes: Int, place: Place, per_host: int, alike: Sequence[object]) -> Traffic:
+    """As `direct`, where engines take a published version and replicas are sources (`core.pieces`): of k engine ranks of a host
+    that are alike each takes 1/k of the bytes from the trainer, and the rest from the others. alike: what equal engine ranks
+    have in common, hashable. Bytes are rounded to whole ones."""
+    engines = np.asarray(place[1], np.int64)
+    groups: dict[tuple[int, object], list[int]] = {}
+    for rank, what in enumerate(alike):
+        groups.setdefault((int(engines[rank]) // per_host, what), []).append(rank)
+    near, handed = nbytes.astype(np.float64), np.zeros((len(engines), len(engines)))
+    for ranks in groups.values():
+        near[:, ranks] /= len(ranks)
+        for rank in ranks:
+            handed[[r for r in ranks if r != rank], rank] = nbytes[:, rank].sum() / len(ranks)
+    table = np.concatenate([near, handed]).round().astype(np.int64)
+    return direct(table, ([*place[0], *place[1]], place[1]), per_host)
 
 
 def size(nbytes: float) -> str:

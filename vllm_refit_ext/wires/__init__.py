@@ -95,13 +95,13 @@ class Reader(Memory):
     whole: the moves for the engine's reload, in the order in which their bytes come. steps: after the reload, a plan for each
     group of moves in place that are there together. two_sided: whether `start` waits for the other side, so that the ranks of the
     engine must agree after it. received: bytes by trainer rank, as they came; None where all is read that the plan names.
-    forwarded: bytes by engine rank of this host, in the plan's numbers; they are not in `received`."""
+    forwarded: bytes by the name of the replica that they were read from; they are not in `received`."""
 
     whole: Plan
     steps: Iterable[Plan]
     two_sided = False
     received: Mapping[int, int] | None = None
-    forwarded: Mapping[int, int] = MappingProxyType({})
+    forwarded: Mapping[str, int] = MappingProxyType({})
 
     def start(self, deadline: float) -> None:
         """Begin, before the first write. deadline: time.monotonic seconds, of all waits of this refit. Where it is `two_sided`,

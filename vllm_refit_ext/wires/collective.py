@@ -6,11 +6,9 @@ sends them to the engine rank that needs them. Nothing is gathered and nothing i
 A refit goes through these steps, each with the refit's deadline:
 
 1. Engine ranks check everything they can, agree inside their engine, then join the trainer's ranks in a rendezvous in the store.
-   A rank that needs the same boxes as others of its host has fetched its table from there before, once a plan
-   (`collective_forward`).
 2. If some rank has no group, or another one than the rest, all drop theirs and build a new one; a second rendezvous follows. So a
    rank that was restarted, or that failed in the last refit, is taken in again without a restart of the others.
-3. Rounds are transferred while earlier ones are written (`staging`, `collective_schedule`, `collective_move`).
+3. Rounds are transferred while earlier ones are written (`staging`, `collective_move`).
 
 Before the rendezvous no byte is sent and no weight is written. After any failure a rank drops its group.
 """
@@ -31,26 +29,20 @@ from vllm_refit_ext.core.messages import CollectiveInfo, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.table import Column
 from vllm_refit_ext.wires import BUCKET_BYTES, Sender
-from vllm_refit_ext.wires.collective_forward import schedules, sent_by
 from vllm_refit_ext.wires.collective_group import Backend, Link
 from vllm_refit_ext.wires.collective_move import Buffers, Packer, Unpacker
-from vllm_refit_ext.wires.collective_schedule import Schedule, schedule_alone
-from vllm_refit_ext.wires.collective_table import pack_table, read_table
-from vllm_refit_ext.wires.outgoing import Outgoing, outgoing
+from vllm_refit_ext.wires.outgoing import Outgoing, outgoing, sent_by
 from vllm_refit_ext.wires.rendezvous import CONNECT_S, Store, StoreServer, open_store
 from vllm_refit_ext.wires.staging import rounds
 
 
 class _SendTable(msgspec.Struct):
-    """What a trainer rank must know: the sizes of both sides, and its pieces as in `Outgoing`, one column each. tables, on rank
-    0: by engine rank what `read_table` reads, for those that share boxes; forwarding names them, empty where there are none."""
+    """What a trainer rank must know: the sizes of both sides, and its pieces as in `Outgoing`, one column each."""
 
     trainers: int
     engines: int
     bucket_bytes: int
     pieces: list[Column]
-    forwarding: str = ""
-    tables: dict[int, bytes] = {}
 
 
 class _Part(msgspec.Struct):
@@ -83,13 +75,10 @@ class CollectiveSender(Sender):
         if self._server is not None:
             sizes = {"trainers": table.trainers, "engines": table.engines, "bucket_bytes": table.bucket_bytes}
             host, port = self._server.address
-            self._message = CollectiveInfo(host=host, port=port, backend=backend, forwarding=table.forwarding, **sizes)
+            self._message = CollectiveInfo(host=host, port=port, backend=backend, **sizes)
             deadline = time.monotonic() + CONNECT_S
             store = Store(*self._server.address, deadline)
             store.put(_message_key(self._message), b"", deadline)
-            for target in range(table.engines) if table.tables else ():
-                store.put(_table_key(table.forwarding, target), table.tables.get(target, b""), deadline)
-            table.tables = {}
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> bytes:
         """Remember the live tensors; nothing is copied. Returns this rank's part of the message.
@@ -162,28 +151,17 @@ class _Kept:
 
 
 def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
-    """Schedule the whole plan, and cut it up for the trainer's ranks. bucket_bytes: payload of a round and of a batch."""
+    """Cut the whole plan into rounds, and these into what each trainer rank sends. bucket_bytes: payload of a round and of a
+    batch."""
     ranks, engines = len(hosts.trainers), len(hosts.engines)
-    found, shared = schedules(plan, hosts, bucket_bytes)
-    tables = {rank: pack_table(mine, rank, plan.digest(rank)) for rank, mine in shared.items()}
-    forwarding = hashlib.sha256(b"".join(tables.values())).hexdigest()[:16] if tables else ""
-    return [
-        msgspec.msgpack.encode(
-            _SendTable(
-                ranks, engines, bucket_bytes, outgoing(sent_by(found, rank), plan, rank), forwarding, tables if rank == 0 else {}
-            )
-        )
-        for rank in range(ranks)
-    ]
+    cuts = [rounds(plan.for_target(target), bucket_bytes) for target in range(engines)]
+    columns = [outgoing(sent_by(cuts, rank), plan, rank) for rank in range(ranks)]
+    return [msgspec.msgpack.encode(_SendTable(ranks, engines, bucket_bytes, pieces)) for pieces in columns]
 
 
 def _message_key(message: CollectiveInfo) -> str:
     """Stands in the store while `message` is what the trainer says: a message that says anything else names no key."""
     return f"message/{hashlib.sha256(msgspec.msgpack.encode(message)).hexdigest()}"
-
-
-def _table_key(forwarding: str, target: int) -> str:
-    return f"forward/{forwarding}/{target}"
 
 
 def open_sender(rank: int, table: bytes, tensors: Sequence[torch.Tensor]) -> CollectiveSender:
@@ -240,25 +218,16 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> Collect
         link.connect(message.host, message.port, deadline)
         assert link.store is not None
         link.store.take(_message_key(message), deadline)
-        buffers = Buffers(_schedule(link, message, plan, rank, deadline), device)
+        buffers = Buffers(rounds(plan, message.bucket_bytes), device)
     except BaseException:
         if not known:
             link.close()
         raise
-    link.peers = buffers.schedule.peers
+    link.peers = buffers.peers
     if last is not None and not known:
         last.close()
     kept["collective"] = _Kept(message, link, plan, buffers)
     return CollectiveReader(link, buffers, update.session)
-
-
-def _schedule(link: Link, message: CollectiveInfo, plan: Plan, rank: int, deadline: float) -> Schedule:
-    """The schedule of engine rank `rank`: as the trainer's table says if it has one, else found alone."""
-    assert link.store is not None
-    raw = link.store.take(_table_key(message.forwarding, rank), deadline) if message.forwarding else b""
-    if not raw:
-        return schedule_alone(rounds(plan, message.bucket_bytes), message.trainers)
-    return read_table(raw, plan, rank, message.trainers, message.engines, message.bucket_bytes)
 
 
 def _problems(message: CollectiveInfo, sources: int) -> list[Problem]:

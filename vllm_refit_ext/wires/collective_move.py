@@ -1,14 +1,14 @@
 """Both ends of a transfer: a trainer rank packs and sends its messages, an engine rank receives rounds and offers them.
 
 Each end has a ring of two staging buffers, made once. While one bucket is sent the other is packed, or written into the
-engine. So the bytes in flight at a rank are at most two buckets, and a batch has at most 16 operations. What an engine rank hands
-on to others of its host leaves from the staging in which it landed.
+engine. So the bytes in flight at a rank are at most two buckets, and a batch has at most 16 operations.
 """
 
 from __future__ import annotations
 
 import functools
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -16,9 +16,8 @@ import torch
 
 from vllm_refit_ext.core.errors import RefitError, WireError
 from vllm_refit_ext.wires.collective_group import P2POp
-from vllm_refit_ext.wires.collective_schedule import Schedule, Span
 from vllm_refit_ext.wires.outgoing import Gather, Outgoing, Sent
-from vllm_refit_ext.wires.staging import RING, BucketReader, RoundBuffers, padded
+from vllm_refit_ext.wires.staging import RING, BucketReader, Message, RoundBuffers, Rounds, padded
 
 OPERATIONS = 16
 """Most operations in one batch. NCCL makes progress on all operations of a small group at once; on thousands it stalls."""
@@ -138,96 +137,62 @@ def _batches(messages: Sequence[Sent], bucket_bytes: int) -> Iterator[list[Sent]
 
 
 class Buffers(RoundBuffers):
-    """An engine rank's memory for the rounds of its schedule. Kept from refit to refit, and never moved, so that `token` names
-    it."""
+    """An engine rank's memory for its rounds. Kept from refit to refit, and never moved, so that `token` names it.
 
-    def __init__(self, schedule: Schedule, device: torch.device) -> None:
-        self.schedule, self.token = schedule, secrets.token_hex(8)
+    messages: those of each round, each with the number of messages of the same source that come before it.
+    """
+
+    def __init__(self, cut: Rounds, device: torch.device) -> None:
+        self.token = secrets.token_hex(8)
+        count: Counter[int] = Counter()
+        self.messages: list[list[tuple[Message, int]]] = []
+        for found in cut.messages:
+            self.messages.append([(message, count[message.source]) for message in found])
+            count.update(message.source for message in found)
+        self.peers = set(count)
+        """Group ranks that it receives from."""
         slot = functools.partial(torch.empty, dtype=torch.uint8, device=device)
-        super().__init__(schedule, schedule.offset, schedule.sizes, slot, device)
+        super().__init__(cut, cut.staged(), [cut.size(r) for r in range(len(cut.messages))], slot, device)
 
 
 class Unpacker(BucketReader):
-    """An engine rank's end, for one refit. A round lies in one buffer. What others of the host need of it is handed on as soon as
-    it is there. forwarded: payload bytes by engine rank of the host."""
+    """An engine rank's end, for one refit. A round lies in one buffer."""
 
     def __init__(self, buffers: Buffers) -> None:
         super().__init__(buffers, "wire collective")
-        self.buffers, self.schedule, self.token = buffers, buffers.schedule, buffers.token
-        self.forwarded: dict[int, int] = {}
+        self.buffers, self.token = buffers, buffers.token
         self._transport: Transport | None = None
         self._deadline, self._done = 0.0, False
         self._recvs: list[list[Waiter]] = []
-        self._exchanges: list[list[tuple[bool, Waiter]]] = []
 
     def begin(self, transport: Transport, deadline: float) -> None:
         """Start the refit. deadline: time.monotonic seconds."""
         self._transport, self._deadline = transport, deadline
 
     def confirm(self) -> None:
-        """Wait until others have what this rank hands on. Raises WireError when rounds were left, DeadlineError."""
+        """Raise WireError when rounds were left."""
         self._check_read()
-        for number in range(len(self._exchanges)):
-            self._wait_exchange(number)
         self._done = True
 
     def close(self) -> None:
         """Nothing is held that is not kept."""
 
     def _bring(self, here: int) -> torch.Tensor:
-        """Wait for the next round. What was launched until now reads those before it: a receive is ordered behind that.
-
-        Messages start in the order (round, phase): what lands, then what is handed on. What lands of later rounds starts early,
-        as long as staging is free for it and nothing of an earlier round must start before it.
-        """
-        ahead = min(here + (RING if here < self.schedule.kept else RING - 1), len(self.schedule.sizes) - 1)
-        while True:
-            number = len(self._exchanges)
-            if len(self._recvs) == number and number <= ahead:
-                self._receive(number)
-            elif len(self._recvs) > number and (number <= here or not self.schedule.exchange[number]):
-                self._forward(number)
-            else:
-                break
+        """Wait for the next round. What was launched until now reads those before it: a receive is ordered behind that. Later
+        rounds start early, as long as staging is free for them."""
+        kept = len(self.buffers.kept)
+        ahead = min(here + (RING if here < kept else RING - 1), len(self.buffers.messages) - 1)
+        while len(self._recvs) <= ahead:
+            self._recvs.append(self._receive(len(self._recvs)))
         for waiter in self._recvs[here]:
             waiter.wait(self._deadline)
-        for brings, waiter in self._exchanges[here]:
-            if brings:
-                waiter.wait(self._deadline)
-        for span in self.schedule.landing[here]:
-            self.received[span.peer] = self.received.get(span.peer, 0) + span.nbytes
-        for span in self.schedule.exchange[here]:
-            if not span.gives:
-                peer = span.peer - self.schedule.trainers
-                self.forwarded[peer] = self.forwarded.get(peer, 0) + span.nbytes
+        for message, _ in self.buffers.messages[here]:
+            self.received[message.source] = self.received.get(message.source, 0) + message.nbytes
         return self.buffers.place(here)
 
-    def _receive(self, number: int) -> None:
-        """Start to receive what trainer ranks send in round `number`, whose staging is free once nothing is handed on from it."""
-        if number - RING >= self.schedule.kept:
-            self._wait_exchange(number - RING)
-        self._recvs.append([waiter for _, waiter in self._post(number, self.schedule.landing[number])])
-
-    def _forward(self, number: int) -> None:
-        """Start the exchange of round `number` with the other engine ranks of the host, once that which landed is there."""
-        if self.schedule.exchange[number]:
-            for waiter in self._recvs[number]:
-                waiter.wait(self._deadline)
-        self._exchanges.append(self._post(number, self.schedule.exchange[number]))
-
-    def _wait_exchange(self, number: int) -> None:
-        for _, waiter in self._exchanges[number]:
-            waiter.wait(self._deadline)
-
-    def _post(self, number: int, spans: Sequence[Span]) -> list[tuple[bool, Waiter]]:
-        """Start messages of round `number` in batches. Returns for each batch whether it brings something, and what to wait
-        for."""
+    def _receive(self, number: int) -> list[Waiter]:
+        """Start to receive round `number`, in batches."""
         assert self._transport is not None
-        slot, started = self.buffers.place(number), []
-        for first in range(0, len(spans), OPERATIONS):
-            batch = spans[first : first + OPERATIONS]
-            sends, receives = (
-                [P2POp(s.peer, s.tag, slot[s.at : s.at + s.nbytes]) for s in batch if s.gives == gives] for gives in (True, False)
-            )
-            started.append((bool(receives), self._transport.post(sends, receives)))
-        return started
+        slot, messages = self.buffers.place(number), self.buffers.messages[number]
+        ops = [P2POp(m.source, tag, slot[m.at : m.at + m.nbytes]) for m, tag in messages]
+        return [self._transport.post([], ops[i : i + OPERATIONS]) for i in range(0, len(ops), OPERATIONS)]

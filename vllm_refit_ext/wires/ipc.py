@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
-from vllm_refit_ext.core.hosts import Hosts, apart, not_shared, this_host
+from vllm_refit_ext.core.hosts import Hosts, apart, check_near, not_shared, this_host
 from vllm_refit_ext.core.messages import IpcInfo, IpcRank, UpdateInfo
 from vllm_refit_ext.core.placement import Int
 from vllm_refit_ext.core.plan import Plan
@@ -363,7 +363,9 @@ class _SendTable(msgspec.Struct):
 
 
 def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = 0) -> list[bytes]:
-    """Which of its buffers each rank must export. There are no buckets."""
+    """Which of its buffers each rank must export. There are no buckets. Raises ConfigError where an engine rank needs bytes of
+    another host."""
+    check_near("ipc", plan.edges(), hosts)
     return [msgspec.msgpack.encode(_SendTable(pack(read))) for read in plan.read_buffers(len(hosts.trainers))]
 
 

@@ -17,22 +17,21 @@ from vllm_refit_ext.core.table import Column, pack, unpack
 from vllm_refit_ext.kernels.moves import At, CopyMove, Strided, contiguous
 from vllm_refit_ext.kernels.table import Table
 from vllm_refit_ext.wires.boxes import addresses_of
+from vllm_refit_ext.wires.staging import Rounds
 
-Cut = tuple[Plan, Int, Int, Int]
-"""Of one engine rank: its pieces; round and run of each, int64 [n]; those that a trainer rank sends, in order, int64 [m]."""
+Cut = tuple[Plan, Int, Int]
+"""Of one engine rank: its pieces; the round of each, int64 [n]; those that a trainer rank sends, in order, int64 [m]."""
 
 
 class Outgoing(msgspec.Struct):
-    """The pieces that one trainer rank sends, sorted by (round, target, run, place in the message). All int64.
+    """The pieces that one trainer rank sends, sorted by (round, target, place in the message). All int64.
 
-    target: engine rank. number: round, as the target counts them. run: tells apart the messages of a round to one target. nbytes:
-    of each piece. tensor: index into the rank's live tensors. offset: bytes into it. extent [n, D] elements. strides [n, D]
-    bytes.
+    target: engine rank. number: round, as the target counts them. nbytes: of each piece. tensor: index into the rank's live
+    tensors. offset: bytes into it. extent [n, D] elements. strides [n, D] bytes.
     """
 
     target: Int
     number: Int
-    run: Int
     nbytes: Int
     tensor: Int
     offset: Int
@@ -47,7 +46,7 @@ class Outgoing(msgspec.Struct):
     def messages(self) -> Iterator[Sent]:
         """The messages that the pieces make, in the order of sending."""
         new = np.ones(len(self.target), bool)
-        new[1:] = (np.diff(self.number) != 0) | (np.diff(self.target) != 0) | (np.diff(self.run) != 0)
+        new[1:] = (np.diff(self.number) != 0) | (np.diff(self.target) != 0)
         count: Counter[int] = Counter()
         for a, b in pairwise([*np.flatnonzero(new).tolist(), len(new)]):
             target = int(self.target[a])
@@ -65,17 +64,24 @@ class Sent(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+def sent_by(cuts: Sequence[Rounds], rank: int) -> Iterator[Cut]:
+    """For each engine rank what trainer rank `rank` holds of its rounds. A round has one message of it."""
+    for r in cuts:
+        rows = np.flatnonzero(r.plan.source_rank == rank)
+        yield r.plan, r.number, rows[np.lexsort((r.at[rows], r.number[rows]))]
+
+
 def outgoing(cuts: Iterable[Cut], plan: Plan, rank: int) -> list[Column]:
     """The columns of `Outgoing` for trainer rank `rank`. cuts: of each engine rank. plan: that of all ranks."""
     first = int(np.searchsorted([b.rank for b in plan.sources], rank))
     depth = plan.extent.shape[1]
-    parts: list[tuple[Int, ...]] = [(*(np.zeros(0, np.int64),) * 6, *(np.zeros((0, depth), np.int64),) * 2)]
-    for target, (p, number, run, rows) in enumerate(cuts):
-        where = np.full(len(rows), target, np.int64), number[rows], run[rows]
+    parts: list[tuple[Int, ...]] = [(*(np.zeros(0, np.int64),) * 5, *(np.zeros((0, depth), np.int64),) * 2)]
+    for target, (p, number, rows) in enumerate(cuts):
+        where = np.full(len(rows), target, np.int64), number[rows]
         box = p.source_offset[rows], p.extent[rows], p.source_strides[rows]
         parts.append((*where, p.nbytes[rows], p.source[rows] - first, *box))
     columns = [np.concatenate(c) for c in zip(*parts, strict=True)]
-    order = np.lexsort((columns[0], columns[1]))  # stable: the pieces of a message, and a target's runs, stay in their order
+    order = np.lexsort((columns[0], columns[1]))  # stable: the pieces of a message stay in their order
     return [pack(c[order]) for c in columns]
 
 

@@ -1,20 +1,22 @@
 """Wire `ring`: through a ring of buffers that each trainer rank exports once, where its parameters can't be exported or
-must move, or where the trainer spans hosts.
+must move.
 
 The trainer packs its part of the plan into buckets of bounded size, in plan order; a tensor larger than a bucket is cut; while
 one bucket is written into the engine the next is packed. The engine reads the trainer's buffers where they lie, so the extra
 memory is two buckets for each engine rank on the trainer's side, and on the engine's side only scales that are sent beside their
 codes. Without a GPU the ring lies in shared memory, and everything else is the same.
 
-An engine rank maps rings of its own host only. What lies on another host is sent to a trainer rank of the engine rank's host,
-which receives it straight into its ring (`core.relays`, `ring_order`, `ring_relay`). Where all ranks are on one host there is no
-group and no copy.
+An engine rank reads messages in the order (round, source), each from the ring of its source. A ring has RING buffers for an
+engine rank, and a buffer holds one message. No two ranks wait for each other: a trainer rank fills buffers in the order (round,
+target), and while it waits for one it shows what it launched before as that ends. Let m be the first message in the order (round,
+target, source) that is not ready. All of that reader's messages before m are ready, so it reads on until it asks for m, and by
+then it has given up all earlier rounds, so the buffer of m is free; and all that m's source fills before m is ready.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,45 +24,44 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError, gave_up
-from vllm_refit_ext.core.hosts import Hosts
+from vllm_refit_ext.core.hosts import Hosts, check_near
 from vllm_refit_ext.core.messages import RingInfo, RingRank, UpdateInfo
 from vllm_refit_ext.core.plan import Plan
-from vllm_refit_ext.core.relays import choose_relays
-from vllm_refit_ext.core.table import pack, unpack
 from vllm_refit_ext.wires import BUCKET_BYTES
 from vllm_refit_ext.wires.boxes import launched, wait_for
-from vllm_refit_ext.wires.outgoing import Cut, outgoing
+from vllm_refit_ext.wires.outgoing import outgoing, sent_by
 from vllm_refit_ext.wires.ring_buffers import DONE, READY, STOP, RingMapping, seal_of
-from vllm_refit_ext.wires.ring_order import Place, places, schedule, table_of
 from vllm_refit_ext.wires.ring_send import WHERE, Part, RingSender, SendTable, rest_of
-from vllm_refit_ext.wires.staging import BucketReader, Rounds, Staging, padded, rounds
+from vllm_refit_ext.wires.staging import RING, BucketReader, Staging, padded, rounds
 
 
 class RingRounds(Staging):
-    """The moves into one engine rank with the ring as their source. Kept from refit to refit.
+    """The moves into one engine rank with the rings as their source. Kept from refit to refit.
 
-    A source buffer of these plans is one message. messages: round, trainer rank and bytes. places: where each lies. slots: bytes
-    of a buffer in each ring.
+    A source buffer of these plans is one message. messages: of each its trainer rank, its number among those of that rank, and
+    bytes. slots: bytes of the largest message, by trainer rank.
     """
 
-    def __init__(self, plan: Plan, bucket_bytes: int, device: torch.device, relay: dict[int, int]) -> None:
-        """relay: source -> the trainer rank whose ring its messages lie in, where that is not its own."""
-        self.key = bucket_bytes, device, relay
+    def __init__(self, plan: Plan, bucket_bytes: int, device: torch.device) -> None:
+        self.key = bucket_bytes, device
         cut = rounds(plan, bucket_bytes)
-        self.messages = [(number, m.source, m.nbytes) for number, found in enumerate(cut.messages) for m in found]
-        index = {(number, source): i for i, (number, source, _) in enumerate(self.messages)}
-        found, self.slots = places(cut.messages, relay)
-        self.places: list[Place] = [place for row in found for place in row]
+        found = [(number, m) for number, messages in enumerate(cut.messages) for m in messages]
+        index = {(number, m.source): i for i, (number, m) in enumerate(found)}
+        count: Counter[int] = Counter()
+        self.messages: list[tuple[int, int, int]] = []
+        self.slots: dict[int, int] = {}
+        for _, m in found:
+            self.messages.append((m.source, count[m.source], m.nbytes))
+            self.slots[m.source] = max(self.slots.get(m.source, 0), m.nbytes)
+            count[m.source] += 1
         keys = zip(cut.number.tolist(), cut.plan.source_rank.tolist(), strict=True)
         message = np.fromiter((index[key] for key in keys), np.int64, len(cut.plan))
-        buffers = [(f"round {r} of trainer rank {s}", s, n) for r, s, n in self.messages]
-        numbers = [r for r, _, _ in self.messages]
-        super().__init__(cut, message, cut.at, buffers, numbers, device)
+        buffers = [(f"round {r} of trainer rank {m.source}", m.source, m.nbytes) for r, m in found]
+        super().__init__(cut, message, cut.at, buffers, [r for r, _ in found], device)
 
 
 class RingReader(BucketReader):
-    """An engine rank's half, for one refit. rings: by trainer rank, relays included. epochs: of this refit. `token` changes with
-    any address."""
+    """An engine rank's half, for one refit. rings: by trainer rank. epochs: of this refit. `token` changes with any address."""
 
     def __init__(self, laid: RingRounds, rings: dict[int, RingMapping], epochs: dict[int, int]) -> None:
         super().__init__(laid, WHERE)
@@ -75,13 +76,12 @@ class RingReader(BucketReader):
         self._deadline = deadline
 
     def _bring(self, number: int) -> torch.Tensor:
-        (_, source, nbytes), place, rank = self._laid.messages[number], self._laid.places[number], self._laid.rank
-        ring, over = self._rings[place.owner], f", relayed by trainer rank {place.owner}" if place.owner != source else ""
-        where = f"{WHERE}, engine rank {rank} from trainer rank {source}{over}"
-        ring.words.wait(rank, READY, place.count + 1, self._epochs[place.owner], self._deadline, where, self._free)
+        (source, count, nbytes), rank = self._laid.messages[number], self._laid.rank
+        ring, where = self._rings[source], f"{WHERE}, engine rank {rank} from trainer rank {source}"
+        ring.words.wait(rank, READY, count + 1, self._epochs[source], self._deadline, where, self._free)
         self.received[source] = self.received.get(source, 0) + nbytes
         # Seen as several dtypes, so it ends where all of them do; buffers are that long.
-        memory = ring.slot(rank, place.half)[place.at : place.at + padded(nbytes)]
+        memory = ring.slot(rank, count % RING)[: padded(nbytes)]
         kept = self._laid.kept.get(number)
         if kept is not None:
             kept.copy_(memory)
@@ -96,8 +96,8 @@ class RingReader(BucketReader):
     def _free(self) -> bool:
         """At every look: say which buffers are read. Nobody has given up by that."""
         while self._leaving and self._leaving[0][1]():
-            place = self._laid.places[self._leaving.popleft()[0]]
-            self._rings[place.owner].words.write(self._laid.rank, DONE, self._epochs[place.owner], place.count + 1)
+            source, count, _ = self._laid.messages[self._leaving.popleft()[0]]
+            self._rings[source].words.write(self._laid.rank, DONE, self._epochs[source], count + 1)
         return False
 
     def confirm(self) -> None:
@@ -148,60 +148,25 @@ class _Kept:
 
 
 def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = BUCKET_BYTES) -> list[bytes]:
-    """Cut the whole plan into the tasks of the trainer's ranks.
+    """Cut the whole plan into the messages of the trainer's ranks.
 
-    Raises ConfigError where an engine rank needs bytes of another host and has no trainer rank on its own.
+    Raises ConfigError where an engine rank needs bytes of another host.
     """
-    relays = choose_relays(plan.edges(), hosts)
+    check_near("ring", plan.edges(), hosts)
     cuts = [rounds(plan.for_target(t), bucket_bytes) for t in range(len(hosts.engines))]
-    tasks, slots = schedule(cuts, relays, len(hosts.trainers))
-    table = pack(np.array(sorted((*edge, relay) for edge, relay in relays.items()), np.int64)) if relays else None
-    several = len(set(hosts.trainers)) > 1
-    return [
-        msgspec.msgpack.encode(
-            SendTable(
-                len(hosts.trainers),
-                len(cuts),
-                bucket_bytes,
-                several,
-                table,
-                slots[rank],
-                pack(table_of(tasks[rank])),
-                outgoing(_sent_by(cuts, rank), plan, rank),
-            )
-        )
-        for rank in range(len(hosts.trainers))
-    ]
-
-
-def _sent_by(cuts: Sequence[Rounds], rank: int) -> Iterator[Cut]:
-    """For each engine rank what trainer rank `rank` holds of its rounds. A round has one message of it."""
-    for r in cuts:
-        rows = np.flatnonzero(r.plan.source_rank == rank)
-        yield r.plan, r.number, np.zeros_like(r.number), rows[np.lexsort((r.at[rows], r.number[rows]))]
+    pieces = [outgoing(sent_by(cuts, rank), plan, rank) for rank in range(len(hosts.trainers))]
+    return [msgspec.msgpack.encode(SendTable(len(cuts), bucket_bytes, p)) for p in pieces]
 
 
 def open_sender(rank: int, table: bytes, tensors: Sequence[torch.Tensor]) -> RingSender:
-    """Allocate and export this rank's ring. Raises WireError when there is no room, or where rank 0 can't serve the store."""
+    """Allocate and export this rank's ring. Raises WireError when there is no room."""
     return RingSender(rank, msgspec.msgpack.decode(table, type=SendTable), tensors)
 
 
 def info(parts: Sequence[bytes]) -> RingInfo:
-    """The message for `update_weights`. Raises ConfigError when trainer ranks that relay hold their weights on different kinds of
-    device."""
+    """The message for `update_weights`."""
     decoded = [msgspec.msgpack.decode(p, type=Part) for p in parts]
-    head = decoded[0]
-    backends = sorted({p.backend for p in decoded})
-    if head.relays is not None and len(backends) > 1:
-        raise ConfigError("some trainer ranks hold their weights on a GPU and some do not", where=WHERE, got=", ".join(backends))
-    return RingInfo(
-        rings=[p.ring for p in decoded],
-        bucket_bytes=head.bucket_bytes,
-        engines=head.engines,
-        relays=head.relays,
-        host=head.host,
-        port=head.port,
-    )
+    return RingInfo(rings=[p.ring for p in decoded], bucket_bytes=decoded[0].bucket_bytes, engines=decoded[0].engines)
 
 
 def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> RingReader:
@@ -223,17 +188,13 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> RingRea
     if on_gpu and not torch.cuda.is_available():
         raise ConfigError("the trainer's ring is on a GPU and this engine has none", where=WHERE, do="use the wire shm")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    key = message.bucket_bytes, device, _relays(message, ranks)
+    key = message.bucket_bytes, device
     laid = last.laid if last.laid is not None and last.plan is plan and last.laid.key == key else RingRounds(plan, *key)
     by_rank = {r.rank: r for r in message.rings}
     if len(by_rank) < len(message.rings):
         raise WireError("two rings were named for one trainer rank", where=WHERE, got=[r.rank for r in message.rings])
     _check_rings(laid, by_rank)
-    rest, opened, problems = (
-        rest_of(message.bucket_bytes, message.engines, message.relays),
-        dict[int, RingMapping](),
-        list[Problem](),
-    )
+    rest, opened, problems = rest_of(message.bucket_bytes, message.engines), dict[int, RingMapping](), list[Problem]()
     for owner in laid.slots:
         ring = last.rings.get(owner)
         try:
@@ -256,19 +217,6 @@ def open_reader(update: UpdateInfo, plan: Plan, kept: dict[str, Any]) -> RingRea
             ring.close()
     last.plan, last.laid, last.rings = plan, laid, rings
     return RingReader(laid, rings, epochs)
-
-
-def _relays(message: RingInfo, ranks: set[int]) -> dict[int, int]:
-    """The relays of this engine rank: source -> relay. Raises ConfigError for a table that can't be read."""
-    if message.relays is None:
-        return {}
-    try:
-        rows = unpack(message.relays)
-    except ValueError as error:
-        raise ConfigError("the relays can't be read", where=WHERE, got=error, do="pass what the sender made") from None
-    if rows.ndim != 2 or rows.shape[1] != 3:
-        raise ConfigError("the relays can't be read", where=WHERE, got=f"shape {list(rows.shape)}", wanted="[n, 3]")
-    return {int(source): int(relay) for source, engine, relay in rows[np.isin(rows[:, 1], sorted(ranks))]}
 
 
 def _check_rings(laid: RingRounds, rings: Mapping[int, RingRank]) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
-from vllm_refit_ext.core.hosts import Hosts, this_host
+from vllm_refit_ext.core.hosts import Hosts, check_near, this_host
 from vllm_refit_ext.core.messages import Segment, ShmInfo, UpdateInfo
 from vllm_refit_ext.core.placement import Buffer, Int
 from vllm_refit_ext.core.plan import Plan
@@ -256,7 +256,9 @@ class _Sender(Sender):
 
 
 def send_tables(plan: Plan, hosts: Hosts, bucket_bytes: int = 0) -> list[bytes]:
-    """Lay out the segments: every rank's offsets and size. There are no buckets."""
+    """Lay out the segments: every rank's offsets and size. There are no buckets. Raises ConfigError where an engine rank needs
+    bytes of another host."""
+    check_near("shm", plan.edges(), hosts)
     offsets, sizes = segment_offsets(plan.sources, plan.source)
     return [
         msgspec.msgpack.encode(_SendTable(pack(offsets[plan.source_buffers.of(rank)]), sizes.get(rank, 0)))

@@ -57,23 +57,17 @@ class Message(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Pieces(msgspec.Struct):
-    """The moves into one engine rank, in pieces, in the order of their transfer.
+class Rounds(msgspec.Struct):
+    """The moves into one engine rank, in pieces, in the order of their transfer; one source sends one message a round.
 
     plan: the pieces. number: int64 [n], the round of each. kept: how many of the first rounds are scales. reloads: how many
-    behind these are for the reload.
+    behind these are for the reload. at: int64 [n], bytes from the start of its message. messages: for each round, by source rank.
     """
 
     plan: Plan
     number: Int
     kept: int
     reloads: int
-
-
-class Rounds(Pieces):
-    """Pieces that one source sends in one message a round. at: int64 [n], bytes from the start of its message. messages: for each
-    round, by source rank."""
-
     at: Int
     messages: list[list[Message]]
 
@@ -226,7 +220,7 @@ class Staging:
 
     def __init__(
         self,
-        cut: Pieces,
+        cut: Rounds,
         buffer: Int,
         offset: Int,
         buffers: Sequence[tuple[str, int, int]],
@@ -254,7 +248,7 @@ class Staging:
 class RoundBuffers(Staging):
     """Staging with a buffer for each round, all but scales in RING slots that they take in turn. sizes: bytes of each round."""
 
-    def __init__(self, cut: Pieces, offset: Int, sizes: Sequence[int], slot: Callable[[int], torch.Tensor], device: torch.device):
+    def __init__(self, cut: Rounds, offset: Int, sizes: Sequence[int], slot: Callable[[int], torch.Tensor], device: torch.device):
         """offset: int64 [n], where in its round a piece lies. slot: makes one of so many bytes."""
         self.sizes = [padded(n) for n in sizes]
         buffers = [(f"round {r}", 0, n) for r, n in enumerate(self.sizes)]

@@ -37,7 +37,7 @@ def test_messages_are_packed_by_kernels_as_by_torch(bucket, odd, monkeypatch):
     plan = build_plan(manifest, table, table)
     cut = rounds(plan, bucket)
     order = np.lexsort((cut.at, cut.number))
-    pieces = Outgoing.read(outgoing.outgoing([(cut.plan, cut.number, np.zeros_like(cut.number), order)], plan, 0))
+    pieces = Outgoing.read(outgoing.outgoing([(cut.plan, cut.number, order)], plan, 0))
     tensors = []
     for dtype, shape in SPECS.values():
         raw = torch.randint(0, 120, (int(np.prod(shape)) * ITEM[dtype] + 8,), dtype=torch.uint8)
