@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.worker.gpu_worker import Worker
 
+from tests.engine.own_extension import MixedExtension, OwnExtension
 from tests.support.engines import answers, fresh_answers, open_llm, unmixed
 from tests.support.fake_receiver import FakeHandler
 from tests.support.seam_cases import pair
@@ -16,6 +17,7 @@ from tests.support.whole import WholeTrainer
 from vllm_refit_ext.client import LLMClient
 from vllm_refit_ext.core.errors import ConfigError, SessionError, TornError
 from vllm_refit_ext.engine import weight_transfer
+from vllm_refit_ext.engine.extension import RPCS, missing_rpcs
 from vllm_refit_ext.engine.rank import EngineRank
 from vllm_refit_ext.receiver.session import Receiver
 
@@ -203,12 +205,14 @@ def test_another_backend_keeps_its_calls(folders: tuple[Path, Path], wanted: lis
             assert answers(llm) == wanted[1]
 
 
-def test_our_client_drives_the_backend_beside_an_extension_of_the_users_own(
-    folders: tuple[Path, Path], wanted: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("extension", "backend"), [("OwnExtension", "refit"), ("MixedExtension", None)])
+def test_our_client_drives_an_engine_with_an_extension_of_the_users_own(
+    folders: tuple[Path, Path], wanted: list[Any], monkeypatch: pytest.MonkeyPatch, extension: str, backend: str | None
 ) -> None:
+    """Beside the backend `refit`, or mixed with ours."""
     monkeypatch.setattr(weight_transfer, "open_handler", Receiver)
-    extension = "tests.engine.own_extension.OwnExtension"
-    with open_llm(folders[0], extension=extension, weight_transfer_config={"backend": "refit"}) as llm:
+    more = {"weight_transfer_config": {"backend": backend}} if backend else {}
+    with open_llm(folders[0], extension=f"tests.engine.own_extension.{extension}", **more) as llm:
         client = LLMClient(llm)
         assert client.status()[0].state == "unprepared"
         trainer = WholeTrainer(client, folders[1])
@@ -220,6 +224,17 @@ def test_our_client_drives_the_backend_beside_an_extension_of_the_users_own(
         assert set(client.verify()[0].unhashed) <= set(trainer.tensors)
         assert llm.collective_rpc("own") == ["mine"]
         assert answers(llm) == wanted[1]
+
+
+def test_methods_with_the_names_of_ours_are_refused() -> None:
+    class Clash(OwnExtension):
+        def refit_status(self) -> str:
+            return "mine"
+
+    with pytest.raises(ConfigError, match=r"Clash\.refit_status.*derive that class"):
+        missing_rpcs(type("Worker", (Clash,), {}))
+    assert missing_rpcs(type("Worker", (MixedExtension,), {})) == {}
+    assert set(missing_rpcs(type("Worker", (OwnExtension,), {}))) == set(RPCS)
 
 
 def test_backend_outside_of_a_worker_is_refused() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_refit_ext.core.errors import Problem
+from vllm_refit_ext.core.errors import ConfigError, Problem
 from vllm_refit_ext.core.messages import DEADLINE_S, Message, PrepareReply, Status, TakeReply, VerifyReply, to_rpc
 from vllm_refit_ext.engine import weight_transfer
 from vllm_refit_ext.receiver import agree
@@ -113,7 +113,26 @@ class RefitWorkerExtension:
 
 
 RPCS: dict[str, RpcMethod] = {name: rpc for name, rpc in vars(RefitWorkerExtension).items() if not name.startswith("_")}
-"""By name; the backend `refit` puts them on a worker without the extension."""
+"""By name."""
+
+
+def missing_rpcs(worker: type) -> dict[str, RpcMethod]:
+    """What the backend `refit` puts on a worker of this class: all RPCs, or none where the extension is among its bases.
+
+    Raises ConfigError where a user's own extension has methods of the same names.
+    """
+    if issubclass(worker, RefitWorkerExtension):
+        return {}
+    taken = {name: base.__qualname__ for name in RPCS for base in worker.__mro__ if name in vars(base)}
+    if taken:
+        raise ConfigError(
+            "the worker's own extension has methods with the names of RPCs of this project",
+            where="worker_extension_cls",
+            got=", ".join(f"{base}.{name}" for name, base in taken.items()),
+            wanted="other names",
+            do="rename them, or derive that class from vllm_refit_ext.RefitWorkerExtension and call super() in them",
+        )
+    return RPCS
 
 
 def receiver_of(worker: Any) -> Receiver:

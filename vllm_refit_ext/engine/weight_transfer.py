@@ -103,8 +103,9 @@ class RefitEngine:
         return engine
 
     def _bind(self, worker: Any) -> None:
-        from vllm_refit_ext.engine.extension import RPCS
+        from vllm_refit_ext.engine.extension import missing_rpcs
 
+        added = missing_rpcs(type(worker))
         self.worker = worker
         worker._refit_engine = self
         self._handler: Handler | None = None
@@ -114,10 +115,8 @@ class RefitEngine:
         self.native = {name: getattr(type(worker), name).__get__(worker) for name in CALLS}
         for name in CALLS:
             setattr(worker, name, getattr(self, f"worker_{name}"))
-        for name, rpc in RPCS.items():
-            # the backend works without our extension and beside the user's own
-            if not hasattr(type(worker), name):
-                setattr(worker, name, rpc.__get__(worker))
+        for name, rpc in added.items():
+            setattr(worker, name, rpc.__get__(worker))
 
     @property
     def handler(self) -> Handler:
