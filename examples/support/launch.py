@@ -210,7 +210,7 @@ def _run_job(job: dict[str, Any], pipes: tuple[int, int]) -> dict[str, Any]:
         leftover.unlink()
     own = [f"rank {rank} of {ranks}:\n{text}" for rank, (ok, text) in enumerate(outcome) if ok is False]
     if own or failed:
-        rest = [f"rank {rank} of {ranks}: {why}" for rank, why in sorted(failed.items()) if outcome[rank][0] is not False]
+        rest = [f"rank {rank} of {ranks}: {why}" for rank, why in sorted(failed.items()) if outcome[rank][0] is None]
         return {"failed": "\n".join([f"{job['function']} failed", *own, *rest])}
     return {"results": [result for _, result in outcome]}
 
@@ -275,6 +275,9 @@ def _be_rank(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
     (folder / f"{rank}.part").rename(folder / str(rank))
     sys.stdout.flush()
     sys.stderr.flush()
+    # Others may still read what this rank serves, such as a store. Where one fails, the parent ends all.
+    while status == 0 and not all((folder / other).exists() for other in map(str, range(job["ranks"]))):
+        time.sleep(0.005)
     # Not sys.exit: the parent's exit handlers and threads of gloo are no business of this process.
     os._exit(status)
 
