@@ -2,7 +2,7 @@
 .PHONY: .setup demo scenarios test test-all test-unit test-engine test-gpu test-nixl test-oldest test-integrations lint bench-planning pins clean
 
 RUN = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 .venv/bin/python
-# Each file in a process of its own, one for each core at a time, and a table of their times.
+# Each file in a process of its own, one more than there are cores at a time, and a table of their times.
 FILES = $(RUN) -m tests.run
 UNIT = $(wildcard tests/unit/test_*.py) tests/unit/kernels tests/gpu
 SHORT = $(shell grep -L "^pytestmark = .*mark.long" tests/engine/test_*.py)

@@ -3,7 +3,8 @@
 python -m tests.run [-j N] FILE... [-- PYTEST ARGUMENT...]
 
 vLLM keeps groups, patches and registries in the process, so each file gets one. An import of vLLM takes longer than most tests:
-it is done once here, and the files' processes are forked. N of them run side by side, one for each core unless N is given. A
+it is done once here, and the files' processes are forked. N of them run side by side: one more than there are cores unless N is
+given, for many wait. A
 file's output is printed when it ends, so that two don't mix. PLAYED_CPU=avx2 or avx512 plays a lesser CPU. Exits with 1 when a
 file failed, and with 2 when none ran a test.
 """
@@ -116,7 +117,7 @@ def main() -> int:
     words = sys.argv[1:]
     arguments = words[words.index("--") + 1 :] if "--" in words else []
     parser = argparse.ArgumentParser(description="Run test files, each in a process of its own.")
-    parser.add_argument("-j", type=int, default=len(os.sched_getaffinity(0)), dest="jobs")
+    parser.add_argument("-j", type=int, default=1 + len(os.sched_getaffinity(0)), dest="jobs")
     parser.add_argument("files", nargs="+")
     options = parser.parse_args(words[: words.index("--")] if "--" in words else words)
     if os.environ.get("PLAYED_CPU"):

@@ -40,6 +40,7 @@ def test_a_stale_engine_is_found(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "FAILED" in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_a_trainer_that_quantises_itself(tmp_path: Path) -> None:
     """MXFP8 is sent into an engine that holds it; too few steps for the reward to rise, and the KL is that of the format."""
     extension = "tests.support.mxfp8_cpu.Mxfp8CpuExtension"

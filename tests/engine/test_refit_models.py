@@ -34,11 +34,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "vpp2-pp2": ("qwen3_moe", 2, {"pp": 2, "vpp": 2}, {"num_hidden_layers": 4}),
     "etp2-ep2": ("qwen3_moe", 4, {"tp": 2, "ep": 2, "etp": 2}, {}),
 }
+SHORT = ("deepseek-ep2", "tied-tp2-pp2", "odd-vocabulary-tp2", "etp2-ep2")
 
 
 @pytest.mark.parametrize(
     ("case", "extension"),
-    [pytest.param(case, PLAIN, id=f"{case}-plain") for case in CASES]
+    [pytest.param(case, PLAIN, id=f"{case}-plain", marks=[] if case in SHORT else pytest.mark.long) for case in CASES]
     + [pytest.param("tied-tp2-pp2", STOCK, id="tied-tp2-pp2-stock")]
     + [pytest.param(case, STOCK, id=f"{case}-stock", marks=pytest.mark.long) for case in ("deepseek-ep2", "bias-tp2")],
 )
