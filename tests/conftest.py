@@ -1,4 +1,6 @@
-"""What torch compiles for tests is kept apart by the CPU's instructions: no other CPU's code is ever loaded."""
+"""What torch compiles for tests is kept apart by the CPU's instructions: no other CPU's code is ever loaded. And torch asks the
+name service for the name of every address that it connects to, where a lost answer is waited for: for a second, and not for five.
+"""
 
 from __future__ import annotations
 
@@ -23,4 +25,5 @@ def compiled() -> str:
     return os.path.join(tempfile.gettempdir(), f"vllm-refit-tests-{os.getuid()}", digest)
 
 
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled())

@@ -28,8 +28,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from vllm_refit_ext.core.errors import ConfigError, DeadlineError, SessionError, WireError
-from vllm_refit_ext.wires.rendezvous import Store, open_store
+from vllm_refit_ext.core.errors import ConfigError, SessionError, WireError
+from vllm_refit_ext.wires.rendezvous import Store, open_store, part_keys
 
 T = TypeVar("T")
 
@@ -39,6 +39,8 @@ NEVER = "-"
 DOCUMENT_BYTES = 1 << 30
 """The largest document that is served. The offer of a model of 1T parameters is a tenth of it."""
 
+MAX_LEASES = 1 << 20
+"""Leases of one publication, over all of its time."""
 LEASE_S = 30.0
 """Seconds after which a lease, or a replica's entry, ends where its holder does not renew it; it does three times meanwhile."""
 
@@ -153,25 +155,18 @@ class Connection:
         Raises WireError, DeadlineError.
         """
         known = _stores.get(self.address)
-        if known is not None:
-            try:
-                return work(known)
-            except WireError:
-                self._drop(known)
-            except DeadlineError:
-                self._drop(known)
-                raise
-        store = _stores[self.address] = _Store(self._host, self._port, deadline)
+        store = known
+        if store is None:
+            store = _stores[self.address] = _Store(self._host, self._port, deadline)
         try:
             return work(store)
-        except (WireError, DeadlineError):
-            self._drop(store)
-            raise
-
-    def _drop(self, store: Store) -> None:
-        """Forget `store`, unless another thread has another one already."""
-        if _stores.get(self.address) is store:
-            del _stores[self.address]
+        except WireError:
+            if not store.lost or known is None:
+                raise
+        finally:
+            if store.lost and _stores.get(self.address) is store:  # another thread may have another one already
+                del _stores[self.address]
+        return self.call(work, deadline)
 
 
 class StoreRegistry(Registry):
@@ -191,7 +186,7 @@ class StoreRegistry(Registry):
         def work(store: Any) -> None:
             while True:
                 raw = bytes(store.get(VERSIONS))
-                known = msgspec.json.decode(raw, type=list[Entry])
+                known = _read(raw)
                 changed = msgspec.json.encode(_changed(known, entry))
                 if bytes(store.compare_set(VERSIONS, raw, changed)) == changed:
                     break
@@ -235,8 +230,7 @@ class StoreRegistry(Registry):
 
     def leases(self, epoch: str, deadline: float) -> list[str]:
         def work(store: Any) -> list[str]:
-            slots = range(1, store.add(_count(epoch), 0) + 1)
-            held = [slot for slot in slots if float(_peek(store, _key(epoch, slot)) or 0) > time.time()]
+            held = [slot for slot in _slots(store, epoch) if _ends(store, epoch, slot) > time.time()]
             return [_peek(store, _holder(epoch, slot)) for slot in held]
 
         return self.connection.call(lambda store: store.call(work, deadline), deadline)
@@ -335,27 +329,48 @@ def _lives(entry: Entry) -> bool:
 
 def _clear(store: Any, entry: Entry) -> None:
     """Remove what belongs to an entry: leases and documents."""
-    for slot in range(1, store.add(_count(entry.epoch), 0) + 1):
+    for slot in _slots(store, entry.epoch):
         store.delete_key(_key(entry.epoch, slot))
         store.delete_key(_holder(entry.epoch, slot))
     store.delete_key(_count(entry.epoch))
     for digest in filter(None, (entry.offer, entry.message, entry.replica.info if entry.replica else "")):
         key = _document(entry.epoch, digest)
         if store.check([key]):
-            for name in (key, *(f"{key}/{i}" for i in range(int(store.get(key))))):
+            for name in (key, *part_keys(store, key)):
                 store.delete_key(name)
 
 
 def _entries(store: Any) -> list[Entry]:
+    return [e for e in _read(bytes(store.get(VERSIONS))) if _lives(e)]
+
+
+def _read(raw: bytes) -> list[Entry]:
+    """The list of entries. Raises WireError for one that can't be read, as another program might leave it."""
     try:
-        return [e for e in msgspec.json.decode(bytes(store.get(VERSIONS)), type=list[Entry]) if _lives(e)]
-    except msgspec.MsgspecError as error:
-        raise WireError("the registry's entries can't be read", where="registry", got=error) from None
+        return msgspec.json.decode(raw, type=list[Entry])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError("the registry's entries can't be read", where="registry", got=str(error)[:200]) from None
+
+
+def _slots(store: Any, epoch: str) -> range:
+    """Numbers of the leases that an epoch ever had. Raises WireError where there can't be so many."""
+    count = int(store.add(_count(epoch), 0))
+    if count > MAX_LEASES:
+        raise WireError("the registry counts more leases than there can be", where="registry", got=count, wanted=MAX_LEASES)
+    return range(1, count + 1)
+
+
+def _ends(store: Any, epoch: str, slot: int) -> float:
+    """When a lease ends, in time.time() seconds; 0 where it is not there or says nothing that can be read."""
+    try:
+        return float(_peek(store, _key(epoch, slot)) or 0)
+    except ValueError:
+        return 0.0
 
 
 def _peek(store: Any, key: str) -> str:
     """The value of a key, empty where it is not there: a `get` would wait for a key that was deleted meanwhile."""
-    value = bytes(store.compare_set(key, NEVER, NEVER)).decode()
+    value = bytes(store.compare_set(key, NEVER, NEVER)).decode(errors="replace")
     return "" if value == NEVER else value
 
 

@@ -54,6 +54,8 @@ class Store:
         Raises WireError, DeadlineError.
         """
         self.host, self.port, self.wire = host, port, wire
+        self.lost = False
+        """Whether a call found it gone, or not answering."""
         self._store: Any = None
         try:
             self._store = run_until(
@@ -76,7 +78,11 @@ class Store:
         """`work(store)`. Raises WireError when the store is gone, DeadlineError when it does not answer."""
         try:
             return run_until(deadline, "the trainer's store did not answer", self._where, lambda: work(self._store))
+        except DeadlineError:
+            self.lost = True
+            raise
         except (DistError, RuntimeError) as error:
+            self.lost = True
             raise WireError(
                 "the trainer's store is gone", where=self._where, got=_line(error), do="trainer rank 0 hosts it: start it again"
             ) from None
@@ -183,12 +189,20 @@ def put_parts(store: Any, key: str, value: bytes) -> None:
 
 
 def take_parts(store: Any, key: str, delete: bool = False) -> bytes:
-    """What `put_parts` set, which must be there. delete: remove it."""
-    keys = [f"{key}/{i}" for i in range(int(store.get(key)))]
+    """What `put_parts` set, which must be there. delete: remove it. Raises WireError where it is nothing of that kind."""
+    keys = part_keys(store, key)
     value = b"".join(map(store.get, keys))
     for each in (key, *keys) if delete else ():
         store.delete_key(each)
     return value
+
+
+def part_keys(store: Any, key: str) -> list[str]:
+    """Where the parts of a value lie."""
+    raw = bytes(store.get(key))
+    if not raw.isdigit() or len(raw) > 4:
+        raise WireError("a value in the store has no parts", where=f"key {key[:120]}", got=raw[:40], wanted="their number")
+    return [f"{key}/{i}" for i in range(int(raw))]
 
 
 def run_until(deadline: float, what: str, where: str, work: Callable[[], T], ends: bool = False) -> T:
