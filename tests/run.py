@@ -4,9 +4,8 @@ python -m tests.run [-j N] FILE... [-- PYTEST ARGUMENT...]
 
 vLLM keeps groups, patches and registries in the process, so each file gets one. An import of vLLM takes longer than most tests:
 it is done once here, and the files' processes are forked. N of them run side by side: one more than there are cores unless N is
-given, for many wait. A
-file's output is printed when it ends, so that two don't mix. PLAYED_CPU=avx2 or avx512 plays a lesser CPU. Exits with 1 when a
-file failed, and with 2 when none ran a test.
+given, for many wait. A file's output is printed when it ends, so that two don't mix. PLAYED_CPU=avx2 or avx512 plays a lesser
+CPU. Exits with 1 when a file failed, and with 2 when none ran a test.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def server():
     def start(body: bytes | None) -> str:
         httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Server,), {"body": body}))
         httpd.daemon_threads = True
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
         started.append(httpd)
         return f"http://127.0.0.1:{httpd.server_address[1]}"
 
