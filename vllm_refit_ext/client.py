@@ -58,6 +58,8 @@ LATE_S = 30.0
 LATE_DO = "see whether the engine is dead, stopped or busy; a longer deadline_s waits longer"
 PIECE = 1 << 16
 """Bytes of an HTTP answer that are read at a time."""
+MOST_BYTES = 1 << 30
+"""The longest HTTP answer that is read. Replies with the targets of a model of 1T parameters are a tenth of it."""
 
 T = TypeVar("T")
 M = TypeVar("M", PrepareReply, Status, TakeReply, VerifyReply)
@@ -259,19 +261,21 @@ class HTTPClient(EngineClient):
         text = bounded(lambda: self._text(request, where, timeout_s), timeout_s, where)
         try:
             return json.loads(text) if text.strip() else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _not_vllm(where, text) from None
 
     def _text(self, request: urllib.request.Request, where: str, timeout_s: float) -> str:
         """The answer's body. Runs in a thread that may be given up: it ends itself at the deadline."""
-        end, pieces = time.monotonic() + timeout_s, []
+        end, body = time.monotonic() + timeout_s, bytearray()
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as reply:
                 while piece := reply.read1(PIECE):
-                    pieces.append(piece)
+                    body += piece
+                    if len(body) > MOST_BYTES:
+                        raise WireError("the server's answer is too long", where=where, wanted=f"{MOST_BYTES} bytes at most")
                     if time.monotonic() > end:
                         raise TimeoutError
-                return b"".join(pieces).decode(errors="replace")
+                return body.decode(errors="replace")
         except urllib.error.HTTPError as error:
             text = error.read1(PIECE).decode(errors="replace")[:2000]
             raise WireError("the server refused", where=where, got=f"{error.code} {text}") from None

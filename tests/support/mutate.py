@@ -6,6 +6,11 @@ import copy
 import random
 from typing import Any
 
+import pytest
+
+SEEDS = [range(1000), pytest.param(range(1000, 100_000), marks=pytest.mark.long)]
+"""Of the mutations of one message: 10^3 in `make test`, 10^5 in `make test-all`."""
+
 ODD: tuple[Any, ...] = (
     None, True, 0, -1, 1, 7, 2**31, 2**48, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, 0.0, -1.5, 1e300, float("nan"), float("inf"),
     "", "x", "0", "../../tmp/x", "bfloat16", "float32", "torch.float16", b"", b"\xff" * 9, [], {}, [[]], {"a": 1},
@@ -52,6 +57,17 @@ def _change(draw: random.Random, owner: Any, key: Any, odd: tuple[Any, ...]) -> 
             owner[draw.choice(("x", "protocol", "host"))] = owner.pop(key)
     else:
         owner[key] = new
+
+
+def spoilt(data: bytes, seed: int) -> bytes:
+    """`data` with a few bits flipped, or a field's worth of bytes set to an edge of what it may hold. Of the same length."""
+    draw = random.Random(seed)
+    for _ in range(draw.choice((1, 1, 2, 8))):
+        width = min(len(data), draw.choice((1, 4, 8)))
+        at = draw.randrange(len(data) - width + 1) // width * width
+        edge = draw.choice((0, 1, 2 ** (8 * width) - 1, 2 ** (8 * width - 1), draw.getrandbits(8 * width)))
+        data = _flipped(draw, data) if draw.random() < 0.5 else data[:at] + edge.to_bytes(width, "little") + data[at + width :]
+    return data
 
 
 def _flipped(draw: random.Random, data: bytes) -> bytes:

@@ -13,13 +13,12 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.mutate import mutated
+from tests.support.mutate import SEEDS, mutated
 from tests.support.small_engine import PlainSource, SmallTaker
 from vllm_refit_ext.core.errors import RefitError
 from vllm_refit_ext.sender import RefitSender, SenderConfig
 from vllm_refit_ext.wires.registry import VERSIONS, Documents, StoreRegistry
 
-SEEDS = [range(1000), pytest.param(range(1000, 100_000), marks=pytest.mark.long)]
 DEADLINE_S = 0.3
 """An address that is not there takes all of it."""
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from vllm_refit_ext.core.errors import ConfigError, Problem
+from vllm_refit_ext.core.errors import ConfigError, Problem, WireError
 from vllm_refit_ext.core.protocol import PROTOCOL, Numbered, check_protocol, checksum
 from vllm_refit_ext.core.table import MAX_BYTES, MAX_RANKS, Column, PackedPlacements
 
@@ -318,6 +318,18 @@ def from_rpc(kind: type[M], value: object, where: str) -> M:
             f"{where} got a message it can't read: {error}", where=where, got=repr(value)[:120], wanted=kind.__name__, do=do
         ) from None
     return message
+
+
+T = TypeVar("T")
+
+
+def decoded(kind: type[T], raw: bytes, where: str, what: str = "what a peer left there can't be read") -> T:
+    """What a peer wrote as msgpack. what, where: for the error. Raises WireError."""
+    try:
+        return msgspec.msgpack.decode(raw, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        do = "run the same version of this project on both sides"
+        raise WireError(what, where=where, got=str(error)[:200], wanted=getattr(kind, "__name__", str(kind)), do=do) from None
 
 
 Digests = dict[str, dict[str, str]]

@@ -20,7 +20,7 @@ import torch
 
 from vllm_refit_ext.core.errors import DeadlineError, RefitError, SessionError, WireError
 from vllm_refit_ext.core.hosts import Hosts, machine, this_host
-from vllm_refit_ext.core.messages import UpdateInfo, WireName
+from vllm_refit_ext.core.messages import UpdateInfo, WireName, decoded
 from vllm_refit_ext.core.pieces import Peer, Step, given_by, next_step
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.receiver.final import Final
@@ -315,10 +315,7 @@ class PiecesReader(Reader):
             replica = entry.replica
             assert replica is not None
             raw = Documents(entry.documents, entry.epoch).get(replica.info, min(self._deadline, time.monotonic() + CALL_S))
-            try:
-                update = msgspec.msgpack.decode(raw, type=UpdateInfo)
-            except msgspec.MsgspecError as error:
-                raise WireError("what it says of its memory can't be read", where=entry.publisher, got=error) from None
+            update = memory_of(entry, raw)
             self._peers[entry.epoch] = entry, {}, update
         _, kept, update = self._peers[entry.epoch]
         return wire(update.wire).open_reader(update, plan, kept)
@@ -353,6 +350,15 @@ class _AgainError(Exception):
     def __init__(self, why: RefitError) -> None:
         super().__init__(str(why))
         self.why = why
+
+
+def memory_of(entry: Entry, raw: bytes) -> UpdateInfo:
+    """Where a replica says that its bytes lie. Raises WireError for what can't be read, and for another wire than its entry's."""
+    update = decoded(UpdateInfo, raw, entry.publisher, "what it says of its memory can't be read")
+    if update.wire != entry.wire or entry.wire not in LOCAL:
+        wanted = f"{entry.wire}, one of {', '.join(LOCAL)}"
+        raise WireError("a replica names a wire that is not its entry's", where=entry.publisher, got=update.wire, wanted=wanted)
+    return update
 
 
 def holders(entries: Iterable[Entry], of: str, layout: str) -> bool:

@@ -24,7 +24,7 @@ import msgspec
 from vllm_refit_ext.core.coverage import check_consumed, unread_parts
 from vllm_refit_ext.core.errors import ConfigError, DeadlineError, PlanError, SessionError, WireError
 from vllm_refit_ext.core.manifest import Manifest
-from vllm_refit_ext.core.messages import Published, UpdateInfo
+from vllm_refit_ext.core.messages import Published, UpdateInfo, decoded
 from vllm_refit_ext.core.placement import Placements, concatenate
 from vllm_refit_ext.core.table import PackedPlacements, pack_placements, unpack_placements
 from vllm_refit_ext.wires.leases import Leases
@@ -48,10 +48,7 @@ class Leased(msgspec.Struct, frozen=True):
 
     def update(self, deadline_s: float, caches: Any) -> tuple[UpdateInfo, Published]:
         """The argument of `update_weights`, and the rest of the publisher's message. Raises WireError where it can't be read."""
-        try:
-            published = msgspec.msgpack.decode(self.message, type=Published)
-        except msgspec.MsgspecError as error:
-            raise WireError("the publisher's message can't be read", where=self.where, got=error) from None
+        published = decoded(Published, self.message, self.where, "the publisher's message can't be read")
         update = msgspec.structs.replace(published.update, session=self.session, deadline_s=deadline_s, caches=caches)
         if update.version != self.entry.version or (self.entry.replica is None and update.wire != self.entry.wire):
             got = f"version {update.version!r} by wire {update.wire}"

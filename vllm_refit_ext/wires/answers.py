@@ -7,6 +7,7 @@ or raises, so that the caller has all problems by name, whatever is left of them
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from typing import Any, NamedTuple
@@ -14,13 +15,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_refit_ext.core.errors import RefitError, WireError
-from vllm_refit_ext.core.messages import Message, to_rpc
+from vllm_refit_ext.core.messages import Message, decoded, to_rpc
+from vllm_refit_ext.core.table import MAX_RANKS
 from vllm_refit_ext.wires.registry import Connection
 from vllm_refit_ext.wires.rendezvous import open_store
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TO = "answer_to"
+NAME = re.compile(r"([0-9]{1,6})-([0-9]{1,6})-([0-9a-f]{16})")
+"""Of a reply: the rank, the ranks of its engine, and a part that no other has."""
 ANSWER_S = 10.0
 """Seconds within which the store takes a reply, and gives all of them."""
 
@@ -28,9 +32,14 @@ ANSWER_S = 10.0
 class _Name(NamedTuple):
     """What a reply is kept under. ranks: of its engine, so that one which is missing is missed."""
 
-    rank: str
-    ranks: str
+    rank: int
+    ranks: int
     nonce: str
+
+    @property
+    def text(self) -> str:
+        """As it stands in the store."""
+        return f"{self.rank}-{self.ranks}-{self.nonce}"
 
 
 class Answers:
@@ -52,28 +61,37 @@ class Answers:
         deadline = time.monotonic() + ANSWER_S
 
         def names(store: Any) -> list[_Name]:
-            raw = bytes(store.get(call)).decode() if store.check([call]) else ""
-            return sorted((_Name(*name.split("-")) for name in raw.split()), key=lambda n: int(n.rank))
+            raw = bytes(store.get(call)).decode(errors="replace") if store.check([call]) else ""
+            return sorted((_name(text) for text in raw.split()), key=lambda n: n.rank)
 
         def drop(store: Any) -> None:
-            for key in (call, *(f"{call}/{'-'.join(n)}" for n in found)):
+            for key in (call, *(f"{call}/{n.text}" for n in found)):
                 store.delete_key(key)
 
         found = self._connection.call(lambda store: store.call(names, deadline), deadline)
-        missing = {str(r) for n in found for r in range(int(n.ranks))} - {n.rank for n in found}
+        missing = set(range(max((n.ranks for n in found), default=0))) - {n.rank for n in found}
         if missing or not found:
             raise WireError(
                 "not every rank of the engine answered",
                 where=f"the trainer's store at {self.address}",
-                got=f"no reply of rank {', '.join(sorted(missing))}" if found else "no reply",
+                got=f"no reply of rank {', '.join(map(str, sorted(missing)))}" if found else "no reply",
                 wanted="a reply of each rank",
                 do="start vLLM with the backend `refit` of this version; where engines are on other hosts, set VLLM_REFIT_HOST "
                 "on trainer rank 0 to an address of its host that they can reach",
             )
-        keys = [f"{call}/{'-'.join(n)}" for n in found]
+        keys = [f"{call}/{n.text}" for n in found]
         raw = [self._connection.call(lambda store, key=key: store.take(key, deadline), deadline) for key in keys]  # type: ignore[misc]
         self._connection.call(lambda store: store.call(drop, deadline), deadline)
-        return [msgspec.msgpack.decode(r) for r in raw]
+        return [decoded(dict, r, f"reply of engine rank {n.rank}") for n, r in zip(found, raw, strict=True)]
+
+
+def _name(text: str) -> _Name:
+    """What an engine rank calls its reply. Raises WireError."""
+    found = NAME.fullmatch(text)
+    if found is None or not int(found[1]) < int(found[2]) <= MAX_RANKS:
+        what, wanted = "a reply has a name that no engine rank gives", f"{NAME.pattern}, ranks up to {MAX_RANKS}"
+        raise WireError(what, where="the trainer's store", got=text[:80], wanted=wanted)
+    return _Name(int(found[1]), int(found[2]), found[3])
 
 
 def answer(to: object, rank: int, ranks: int, reply: Message) -> None:
@@ -82,7 +100,7 @@ def answer(to: object, rank: int, ranks: int, reply: Message) -> None:
     """
     if to is None:
         return
-    name, deadline = "-".join(_Name(str(rank), str(ranks), secrets.token_hex(8))), time.monotonic() + ANSWER_S
+    name, deadline = _Name(rank, ranks, secrets.token_hex(8)).text, time.monotonic() + ANSWER_S
     address, _, call = str(to).rpartition("/")
     try:
         connection = Connection(address)

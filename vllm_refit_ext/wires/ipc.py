@@ -351,7 +351,7 @@ def _export(raw: bytes) -> Export:
             raise ValueError("its columns do not fit each other")
         if not 0 <= export.flag[0] < count or not 0 <= export.flag[1] <= sizes[export.flag[0]] - 8:
             raise ValueError("its flag lies outside")
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError("its handles can't be read", where=WHERE, got=error) from None
     return export
 

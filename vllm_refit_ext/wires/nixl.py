@@ -307,6 +307,6 @@ def _export(raw: bytes, where: str) -> Export:
         unpack(export.address)
         if not 0 < export.word < HIGHEST or not 0 <= export.device < 1 << 16:
             raise ValueError("a number lies outside of what is possible")
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError("its export can't be read", where=where, got=error) from None
     return export

@@ -29,16 +29,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from vllm_refit_ext.core.errors import ConfigError, SessionError, WireError
-from vllm_refit_ext.wires.rendezvous import Store, open_store, part_keys
+from vllm_refit_ext.wires.rendezvous import MOST_BYTES, Store, open_store, part_keys
 
 T = TypeVar("T")
 
 VERSIONS = "versions"
 NEVER = "-"
 """A value that no key has."""
-DOCUMENT_BYTES = 1 << 30
-"""The largest document that is served. The offer of a model of 1T parameters is a tenth of it."""
-
 MAX_LEASES = 1 << 20
 """Leases of one publication, over all of its time."""
 LEASE_S = 30.0
@@ -245,8 +242,8 @@ class Documents:
 
     def put(self, document: bytes, deadline: float) -> str:
         """Serve `document`; its digest. Raises ConfigError for one that is too large."""
-        if len(document) > DOCUMENT_BYTES:
-            raise ConfigError("a document is too large", where="registry", got=len(document), wanted=f"{DOCUMENT_BYTES} bytes")
+        if len(document) > MOST_BYTES:
+            raise ConfigError("a document is too large", where="registry", got=len(document), wanted=f"{MOST_BYTES} bytes")
         digest = hashlib.sha256(document).hexdigest()
         self._connection.call(lambda store: store.put(_document(self._epoch, digest), document, deadline), deadline)
         return digest

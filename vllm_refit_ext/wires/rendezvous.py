@@ -21,6 +21,7 @@ import msgspec
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from vllm_refit_ext.core.errors import DeadlineError, Problem, RefitError, WireError, class_of
+from vllm_refit_ext.core.messages import decoded
 
 T = TypeVar("T")
 
@@ -28,8 +29,11 @@ CONNECT_S = 10.0
 """Seconds within which a store on a reachable host must answer."""
 PART_BYTES = 4 << 20
 """torch's store refuses values of more than 8 MiB."""
+MOST_BYTES = 1 << 30
+"""The largest value that is read. The offer of a model of 1T parameters is a tenth of it."""
 SLACK_S = 2.0
 """Seconds beyond a deadline in which a rank may still learn the verdict, so that all tell the same story."""
+VERDICT = "the verdict in the trainer's store"
 GOING = "going"
 """The rendezvous that nobody joins: it can only be stopped, by a rank that gives up a refit which is under way."""
 STEPS = ("ready", "joined", GOING)
@@ -127,7 +131,7 @@ class Store:
                     Problem("it did not come to the refit", ", ".join(missing), "nothing", "its word before the deadline", do)
                 ]
                 _decide(store, key, Verdict(problems=late, kind="DeadlineError"))
-            return msgspec.msgpack.decode(store.get(f"{key}/verdict"), type=Verdict)
+            return _verdict(store.get(f"{key}/verdict"), size)
 
         verdict = self.call(take_part, deadline + SLACK_S)
         if verdict.problems:
@@ -143,7 +147,7 @@ class Store:
     def stopped(self, key: str, deadline: float) -> RefitError | None:
         """What rendezvous `key` was ended with, or None. Never waits for the other ranks."""
         raw = self.call(lambda store: store.get(f"{key}/verdict") if store.check([f"{key}/verdict"]) else b"", deadline)
-        return _error(msgspec.msgpack.decode(raw, type=Verdict)) if raw else None
+        return _error(_verdict(raw)) if raw else None
 
     def forget(self, key: str, size: int, deadline: float) -> None:
         """Remove what rendezvous `key` of `size` ranks left."""
@@ -190,11 +194,14 @@ def put_parts(store: Any, key: str, value: bytes) -> None:
 
 def take_parts(store: Any, key: str, delete: bool = False) -> bytes:
     """What `put_parts` set, which must be there. delete: remove it. Raises WireError where it is nothing of that kind."""
-    keys = part_keys(store, key)
-    value = b"".join(map(store.get, keys))
+    keys, value = part_keys(store, key), bytearray()
+    for each in keys:
+        value += store.get(each)
+        if len(value) > MOST_BYTES:
+            raise WireError("a value in the store is too large", where=f"key {key[:120]}", wanted=f"{MOST_BYTES} bytes at most")
     for each in (key, *keys) if delete else ():
         store.delete_key(each)
-    return value
+    return bytes(value)
 
 
 def part_keys(store: Any, key: str) -> list[str]:
@@ -285,10 +292,20 @@ def _connect(host: str, port: int, deadline: float) -> Any:
 
 def _decide(store: Any, key: str, verdict: Verdict) -> Verdict:
     """Set the verdict if nobody has; the one that stands."""
-    return msgspec.msgpack.decode(store.compare_set(f"{key}/verdict", "", msgspec.msgpack.encode(verdict)), type=Verdict)
+    return _verdict(store.compare_set(f"{key}/verdict", "", msgspec.msgpack.encode(verdict)))
+
+
+def _verdict(raw: bytes, size: int = 0) -> Verdict:
+    """A verdict as it stands in the store; of `size` ranks, whose words it has where it has no problems. Raises WireError."""
+    verdict = decoded(Verdict, raw, VERDICT)
+    if size and not verdict.problems and len(verdict.words) != size:
+        raise WireError("it has not a word of each rank", where=VERDICT, got=len(verdict.words), wanted=size)
+    return verdict
 
 
 def _error(verdict: Verdict) -> RefitError:
+    if not verdict.problems:
+        return WireError("it was decided without a problem, though somebody stopped it", where=VERDICT)
     return class_of(verdict.kind, WireError).of(verdict.problems)
 
 

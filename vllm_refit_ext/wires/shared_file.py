@@ -32,6 +32,10 @@ _NEW_S = 60.0
 """Seconds after which a file without its final name is a leftover too: its owner died between making and naming it."""
 
 
+_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+"""No link is followed, and a pipe of that name keeps nobody waiting."""
+
+
 class SharedFile:
     """A mapped file. `memory`: for structs. `bytes`: uint8 [nbytes].
 
@@ -110,7 +114,7 @@ def open_file(name: str, rank: int, nbytes: int, where: str, host: str, *, write
     if found is None or found[1] != str(rank):
         raise WireError("not a name of shared memory of this rank", where=where, got=ascii(name)[:80], wanted=NAME.pattern)
     try:
-        fd = os.open(FOLDER / name, (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(FOLDER / name, (os.O_RDWR if write else os.O_RDONLY) | _OPEN)
     except OSError as error:
         raise WireError("it can't be opened", where=where, got=error.strerror or error, do=not_shared(host)) from None
     try:
@@ -133,7 +137,7 @@ def remove_leftovers() -> list[str]:
         if not NAME.fullmatch(path.name.removesuffix(_NEW)):
             continue
         with contextlib.suppress(OSError):  # ended or removed by its owner meanwhile
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | _OPEN)
             try:
                 if path.name.endswith(_NEW) and time.time() - os.fstat(fd).st_mtime < _NEW_S:
                     continue
