@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +214,10 @@ def test_our_client_drives_an_engine_with_an_extension_of_the_users_own(
     """Beside the backend `refit`, or mixed with ours."""
     monkeypatch.setattr(weight_transfer, "open_handler", Receiver)
     more = {"weight_transfer_config": {"backend": backend}} if backend else {}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("VLLM_REFIT_METRICS_PORT", str(port))
     with open_llm(folders[0], extension=f"tests.engine.own_extension.{extension}", **more) as llm:
         client = LLMClient(llm)
         assert client.status()[0].state == "unprepared"
@@ -223,6 +229,8 @@ def test_our_client_drives_an_engine_with_an_extension_of_the_users_own(
         assert client.status()[0].version == "by our client"
         assert set(client.verify()[0].unhashed) <= set(trainer.tensors)
         assert llm.collective_rpc("own") == ["mine"]
+        shown = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+        assert 'refit_engine_total{rank="0",result="ok"} 1.0' in shown
         assert answers(llm) == wanted[1]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_refit_ext import RefitWorkerExtension
 from vllm_refit_ext.core.errors import RefitError, SessionError, TornError
 from vllm_refit_ext.engine import guard, weight_transfer
 from vllm_refit_ext.engine.rank import EngineRank
@@ -74,7 +75,7 @@ class FakeHandler:
         """Nothing to give up."""
 
 
-class FakeExtension:
+class FakeExtension(RefitWorkerExtension):
     """The RPCs that a test needs. vLLM mixes it into its worker."""
 
     def refit_prepare(self) -> dict[str, Any]:

@@ -5,9 +5,7 @@ Everything that depends on the manifest alone is done here, once; a refit runs w
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +26,7 @@ from vllm_refit_ext.receiver.fp8 import parse_fp8_config
 from vllm_refit_ext.receiver.keep import patterns_of
 from vllm_refit_ext.receiver.kernel_moves import KernelMoves, kernel_moves
 from vllm_refit_ext.receiver.kernel_writer import KernelWriter
+from vllm_refit_ext.receiver.metrics import Clock
 from vllm_refit_ext.receiver.peak import reload_bytes
 from vllm_refit_ext.receiver.stored_digests import StoredDigests
 from vllm_refit_ext.receiver.targets import Targets, build_targets, record
@@ -111,7 +110,7 @@ def prepare(view: Engine, info: object, fp8_config: object, keep: object, reload
     info, fp8_config, keep: as the RPC `prepare_refit_info` takes them. reload: the engine's own reload, see `ReloadWriter`.
     Raises a RefitError with every problem.
     """
-    clock = Clock()
+    clock = Clock(view.rank)
     fp8, patterns = parse_fp8_config(fp8_config), patterns_of(keep)
     offer = parse_state_dict_info(info)
     manifest = offer.manifest
@@ -199,18 +198,3 @@ def writer_for(plan: Plan, targets: Targets, view: Engine, made: KernelMoves | N
     if view.device.type == "cuda" or targets.stored or any(b.layout.startswith(DEQUANTISED) for b in plan.targets):
         return KernelWriter(plan, targets.params, targets.stored, view.device, made)
     return InPlaceWriter(plan, targets.params)
-
-
-class Clock:
-    """Seconds by phase. A phase that is entered again adds up."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

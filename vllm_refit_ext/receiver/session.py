@@ -28,8 +28,9 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.protocol import check_unchanged
 from vllm_refit_ext.receiver import agree
 from vllm_refit_ext.receiver.engine import Engine
+from vllm_refit_ext.receiver.metrics import Clock, counted, serve
 from vllm_refit_ext.receiver.peak import asleep, free_bytes
-from vllm_refit_ext.receiver.prepared import Clock, Piece, Prepared, prepare
+from vllm_refit_ext.receiver.prepared import Piece, Prepared, prepare
 from vllm_refit_ext.receiver.replicas import Source
 from vllm_refit_ext.receiver.verify import add_digest, compare
 from vllm_refit_ext.wires import Reader, wire
@@ -40,8 +41,6 @@ AFTERWORD_S = 5.0
 
 PREPARE_APART_S = 300.0
 """Seconds that the first rank to prepare waits for the last one."""
-
-
 Opens = Callable[[UpdateInfo, Plan, dict[str, Any]], Reader]
 
 
@@ -54,6 +53,7 @@ class Receiver:
 
     def __init__(self, view: Engine) -> None:
         self.view = view
+        serve(view.rank)
         self.version, self.since = "", 0.0
         self.prepared: Prepared | None = None
         self.refused: RefitError | None = None
@@ -110,12 +110,11 @@ class Receiver:
         update_info: what the caller passed for all ranks; see `part_of`. check: called when this rank has read all; what it
         raises keeps all ranks from committing. opens: opens what is read, the wire of `update_info` by default.
         """
-        with self._alone("update_weights"):
+        with self._alone("update_weights"), counted(self.view.rank) as clock:
             agree.begin(self.view, session_of(update_info))
-            clock = Clock()
             self._receiving, self._check, self._opens = True, check, opens
             try:
-                return self._update(update_info, clock)
+                return clock.done(self._update(update_info, clock))
             except (KeyboardInterrupt, SystemExit) as error:
                 if self._wrote:
                     self._tear(agree.as_refit_error(error, "update_weights"))

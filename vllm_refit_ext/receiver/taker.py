@@ -16,7 +16,8 @@ from vllm_refit_ext.core.messages import DEADLINE_S, Published, TakeReply, Updat
 from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.receiver import agree
 from vllm_refit_ext.receiver.final import Final
-from vllm_refit_ext.receiver.prepared import Clock, Prepared
+from vllm_refit_ext.receiver.metrics import Clock
+from vllm_refit_ext.receiver.prepared import Prepared
 from vllm_refit_ext.receiver.replicas import PiecesReader, Source, holders
 from vllm_refit_ext.receiver.session import Receiver, nothing
 from vllm_refit_ext.receiver.take import Leased, Versions, check_read, check_request, offer_of, pack_targets, reading
@@ -52,7 +53,7 @@ class Taker:
 
         version, registry, deadline_s, caches, serve: as the RPC `refit_take` takes them. session: the same text on every rank.
         """
-        view, clock, start = self._receiver.view, Clock(), time.monotonic()
+        view, clock, start = self._receiver.view, Clock(self._receiver.view.rank), time.monotonic()
         errors: list[RefitError] = []
         leased: Leased | None = None
         seconds = DEADLINE_S

@@ -189,13 +189,13 @@ class RefitSender:
             if self.prepared is not None:
                 self.prepared.half.forget()
             if self.ranks.rank == 0:
-                metrics.failed(type(error).__name__)
+                metrics.failed(version, error)
             raise
         finally:
             if self.prepared is not None:
                 self.prepared.half.rest()
         if self.ranks.rank == 0:
-            metrics.succeeded(report.seconds, report.nbytes)
+            metrics.succeeded(version, report.seconds, report.nbytes)
         return report
 
     def _refit(self, version: str, part: Sequence[str]) -> RefitReport:
