@@ -2,7 +2,7 @@
 
     python benchmarks/planning_recipes.py [NAME ...]     # parts of recipes' names; none: all of them
 
-No GPU, no weights, no download. Prints the table of docs/planning.md, a row as soon as it is known. A recipe that can't be
+No GPU, no weights, no download. Prints the table of docs/how-it-works.md, a row as soon as it is known. A recipe that can't be
 planned here is a row that says why, and the exit status is then 1.
 """
 

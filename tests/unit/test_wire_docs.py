@@ -1,4 +1,4 @@
-"""docs/wire.md names every field of every message, and no field that is none."""
+"""docs/wires.md names every field of every message, and no field that is none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_refit_ext.core.messages import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs/wire.md").read_text()
+TEXT = (ROOT / "docs/wires.md").read_text()
 
 
 def fields(kind: type[msgspec.Struct]) -> set[str]:
@@ -75,7 +75,21 @@ def test_every_message_documents_its_fields() -> None:
     assert messages.Envelope.__doc__
 
 
-def test_tests_that_the_docs_name_exist() -> None:
-    for document in ("docs/wire.md", "docs/invariants.md"):
-        for path in re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / document).read_text()):
-            assert (ROOT / path).exists(), path
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_the_docs_name_exist(page: Path) -> None:
+    text = page.read_text()
+    for path in re.findall(r"`((?:tests|docs|benchmarks|examples|tools|vllm_refit_ext|megatron_sender)/[\w./-]+\.\w+)`", text):
+        assert (ROOT / path).exists(), path
+    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)}
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif not target.startswith("http"):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_there_are_eight_pages() -> None:
+    assert len(PAGES) == 8

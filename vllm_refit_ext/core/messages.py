@@ -1,4 +1,4 @@
-"""The messages of a refit, as plain data: what an RPC carries in `docs/wire.md`'s words.
+"""The messages of a refit, as plain data: what an RPC carries in `docs/wires.md`'s words.
 
 Every message crosses as JSON-like values: `to_rpc` turns bytes into base64 text, `from_rpc` turns them back, so that one form
 serves vLLM's in-process, multiprocess and HTTP paths. Unknown fields are errors.
@@ -313,7 +313,7 @@ def from_rpc(kind: type[M], value: object, where: str) -> M:
         message = msgspec.convert(value, kind)
         msgspec.msgpack.encode(message)
     except (msgspec.ValidationError, UnicodeEncodeError, OverflowError, RecursionError) as error:
-        do = "see docs/wire.md for its fields"
+        do = "see docs/wires.md for its fields"
         raise ConfigError(
             f"{where} got a message it can't read: {error}", where=where, got=repr(value)[:120], wanted=kind.__name__, do=do
         ) from None

@@ -53,7 +53,7 @@ def rpc(reply: Callable[..., Message]) -> Callable[[Callable[..., Message]], Rpc
 
 
 class RefitWorkerExtension:
-    """Pass as `--worker-extension-cls vllm_refit_ext.RefitWorkerExtension`. See `docs/wire.md` for the messages."""
+    """Pass as `--worker-extension-cls vllm_refit_ext.RefitWorkerExtension`. See `docs/wires.md` for the messages."""
 
     @rpc(PrepareReply)
     def prepare_refit_info(self, state_dict_info: Any, fp8_config: Any = None, keep: Any = None) -> Message:

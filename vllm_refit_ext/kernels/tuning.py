@@ -1,4 +1,5 @@
-"""Tile shapes and warps of each kernel. docs/kernels.md says how they were found; `benchmarks/kernels.py --sweep` repeats it."""
+"""Tile shapes and warps of each kernel. docs/how-it-works.md says how they were found; `benchmarks/kernels.py --sweep` repeats
+it."""
 
 from __future__ import annotations
 

@@ -392,6 +392,6 @@ def part_of(update_info: object, view: Engine) -> dict[str, Any]:
     if not isinstance(update_info, dict) or "wire" not in update_info:
         got = ", ".join(map(str, update_info)) if isinstance(update_info, dict) else type(update_info).__name__
         raise ConfigError(
-            "update_info is not a refit", where="update_weights", got=got, wanted="the key 'wire'", do="see docs/wire.md"
+            "update_info is not a refit", where="update_weights", got=got, wanted="the key 'wire'", do="see docs/wires.md"
         )
     return update_info

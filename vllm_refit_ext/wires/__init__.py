@@ -36,7 +36,7 @@ ONE_SIDED = ("shm", "ipc", "nixl")
 NAMES = ("shm", "ipc", "nixl", "ring", "collective")
 BUCKET_BYTES = 512 << 20
 """Most payload of a message on a wire that stages, unless the caller says otherwise. One takes a quarter of a millisecond on a
-GPU and 1.4 ms over NVLink, long against what a message costs beside its bytes (docs/speed.md).
+GPU and 1.4 ms over NVLink, long against what a message costs beside its bytes (docs/how-it-works.md).
 """
 
 

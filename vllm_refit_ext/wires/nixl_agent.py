@@ -97,7 +97,7 @@ class Agent:
 
     def register(self, ranges: Ranges) -> None:
         """Make these ranges readable, or able to be read into. Raises WireError."""
-        do = "see docs/wire.md, wire nixl: what can be registered"
+        do = "see docs/wires.md, wire nixl: what can be registered"
         with failing("memory could not be registered", self.where, do):
             self._regions.append(self.api.register_memory(ranges.rows.astype(np.uint64), ranges.memory))
 
