@@ -238,7 +238,10 @@ def test_engines_planned_together_add_up_to_engines_planned_apart(monkeypatch):
     sources = Placements.from_rows(halves, rows)
     together = plan_command.report(recipe, manifest, sources)
     monkeypatch.setattr(plan_command, "ROWS_AT_ONCE", 1)
-    assert plan_command.report(recipe, manifest, sources) == together
+    said: list[str] = []
+    assert plan_command.report(recipe, manifest, sources, said.append) == together
+    assert said[0] == "recording vLLM's loader for each rank of engines[0]"
+    assert said[1] == f"planning from engine rank 0 on, of {together.engines}"
     assert together.received == [512] * 5
     assert together.sent == [1280] * 2
     assert together.unread == ["dropped"]

@@ -49,7 +49,9 @@ def same(engine, module):
 def test_a_plain_trainer_refits_and_verifies(module, sender_of):
     engine = SmallEngine()
     sender = sender_of(engine)
-    plan = sender.prepare()
+    said: list[str] = []
+    plan = sender.prepare(said.append)
+    assert said == ["describing this rank's shards", "planning with the engines", "opening wire shm"]
     report = sender.refit("a")
     assert report.nbytes == plan.nbytes.sum() == sum(p.nbytes for p in module.parameters())
     assert same(engine, module)

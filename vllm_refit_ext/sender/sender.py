@@ -71,9 +71,9 @@ class RefitSender:
 
     # -- prepare -------------------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> Plan:
+    def prepare(self, progress: Callable[[str], None] = lambda what: None) -> Plan:
         """Build the plan with the engines and open the wire. Returns the joint plan on rank 0, the moves out of this rank
-        elsewhere. Either all ranks are prepared afterwards, or none is.
+        elsewhere. Either all ranks are prepared afterwards, or none is. progress: told what is done next, on each rank.
 
         Raises ConfigError (a shard that can't be described), PlanError or ManifestError (names, shapes, coverage, ranks that
         disagree), WireError (no room), all with every problem found.
@@ -84,6 +84,7 @@ class RefitSender:
 
         def describe() -> bytes:
             self.close()
+            progress("describing this rank's shards")
             made.append(Offered(make_source(self._source), self.ranks.rank))
             return made[0].describe()
 
@@ -96,10 +97,12 @@ class RefitSender:
             names = msgspec.msgpack.decode(self.ranks.exchange(first, self._ask_what_to_quantise), type=list[str])
             first = answer_of(describe_quantised)
         joint: list[tuple[Plan, list[EngineRanks], bytes]] = []
+        progress("planning with the engines")
         raw = self.ranks.exchange(first, lambda raw: self._plan_together(raw, joint))
         opened: list[Prepared] = []
 
         def open_wire() -> bytes:
+            progress(f"opening wire {self.config.wire}")
             made[0].look()  # on every rank, as a source may communicate; what a look prepares is not left to the first refit
             part = msgspec.msgpack.decode(raw, type=RankPart)
             plan, engines, offer = joint[0] if joint else (unpack_plan(part.plan, part.manifest), [], b"")

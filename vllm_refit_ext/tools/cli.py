@@ -73,7 +73,8 @@ def plan(
     from vllm_refit_ext.tools.plan_command import plan_recipe
     from vllm_refit_ext.tools.plan_report import tables
 
-    found = plan_recipe(recipe)
+    with Console(stderr=True).status("reading the recipe") as status:
+        found = plan_recipe(recipe, status.update)
     if json:
         _print_json(found)
     else:

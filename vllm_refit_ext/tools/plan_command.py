@@ -29,7 +29,11 @@ ROWS_AT_ONCE = 1 << 19
 """Target rows that are planned together. Engines of one shape are alike, and the trainer's side is then sorted less often."""
 
 
-def plan_recipe(path: Path) -> PlanReport:
+Progress = Callable[[str], None]
+"""Told what is done next."""
+
+
+def plan_recipe(path: Path, progress: Progress = lambda what: None) -> PlanReport:
     """The plan of the recipe in `path` at full size. Needs Megatron and vLLM, no GPU. Raises ConfigError, PlanError,
     RouteError.
     """
@@ -38,11 +42,13 @@ def plan_recipe(path: Path) -> PlanReport:
     from vllm_refit_ext.tools.plan_check import violations
 
     recipe = load_recipe(path)
+    progress("looking at one period of the layers")
     if problems := violations(recipe):
         raise ConfigError.of(problems, f"this refit can't work: {len(problems)} violation(s)")
     with hushed():
+        progress("building the trainer's stages without storage")
         offered = trainer_placements(recipe)
-        return report(recipe, offered.manifest, offered.sources)
+        return report(recipe, offered.manifest, offered.sources, progress)
 
 
 @contextlib.contextmanager
@@ -54,7 +60,7 @@ def hushed() -> Iterator[None]:
         yield
 
 
-def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanReport:
+def report(recipe: Recipe, manifest: Manifest, sources: Placements, progress: Progress = lambda what: None) -> PlanReport:
     """The report for trainer ranks that hold `sources`."""
     from megatron_sender.config_sender import wire_name
     from vllm_refit_ext.tools.plan_quantised import quantised
@@ -67,6 +73,7 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
     first, read, alike = 0, set[str](), list[tuple[int, int]]()
     dropped: dict[str, str] = {}
     for e, engine in enumerate(recipe.engines):
+        progress(f"recording vLLM's loader for each rank of engines[{e}]")
         routes = engine_routes_of(recipe, engine, manifest)
         computed = {name: why for r in routes for name, why in r.computed.items()}
         held = quantised(recipe, engine, routes)
@@ -77,6 +84,7 @@ def report(recipe: Recipe, manifest: Manifest, sources: Placements) -> PlanRepor
         left, together = engine.count, max(1, ROWS_AT_ONCE // max(1, sum(map(len, tables))))
         while left:
             now = min(left, together)
+            progress(f"planning from engine rank {first} on, of {ranks}")
             places = [table.as_rank(first + i) for i, table in enumerate(tables * now)]
             plan = build_plan(manifest, sources, concatenate(places), away)
             tally.add(plan, path_of, coded)
