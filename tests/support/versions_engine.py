@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ class VersionsEngine:
             text=True,
             cwd=ROOT,
             env=environment,
+            process_group=0,
         )
 
     def ready(self) -> VersionsEngine:
@@ -53,7 +55,8 @@ class VersionsEngine:
         raise AssertionError("the engine has ended")
 
     def close(self) -> None:
-        self.process.kill()
+        """End it, and the engine's own processes with it, which would live on."""
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
 
 
