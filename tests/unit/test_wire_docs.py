@@ -92,4 +92,5 @@ def test_files_that_the_docs_name_exist(page: Path) -> None:
 
 
 def test_there_are_eight_pages() -> None:
-    assert len(PAGES) == 8
+    """Beside the catalogue of errors, which a program makes."""
+    assert len([page for page in PAGES if page.name != "errors.md"]) == 8
