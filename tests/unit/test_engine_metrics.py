@@ -15,7 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_refit_ext.core.errors import ConfigError, WireError
-from vllm_refit_ext.core.messages import UpdateReport
+from vllm_refit_ext.core.messages import PrepareReply, UpdateReport
 from vllm_refit_ext.receiver import metrics
 
 
@@ -66,6 +66,20 @@ def test_a_failure_is_counted_by_its_class_and_raised(url: str, caplog: pytest.L
     assert scraped(url, "refit_engine_phase_began_timestamp_seconds", rank="3", phase="read") is None
     line = json.loads(caplog.messages[-1].removeprefix("refit "))
     assert (line["result"], line["error"]) == ("WireError", "there: it is gone")
+
+
+def test_reasons_are_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    reply = PrepareReply(rank=3, reload={"a": "it is computed"}, dropped={"b": "tied"}, casts={"c": "to bfloat16"})
+    with caplog.at_level(logging.DEBUG, logger="vllm_refit_ext"):
+        metrics.explained(reply)
+    first, *said = (json.loads(m.removeprefix("refit ")) for m in caplog.messages)
+    assert (first["reload"], first["dropped"], first["cast"]) == (1, 1, 1)
+    ways = [("a", "reload", "it is computed"), ("b", "dropped", "tied"), ("c", "cast", "to bfloat16")]
+    assert [(s["tensor"], s["way"], s["why"]) for s in said] == ways
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="vllm_refit_ext"):
+        metrics.explained(reply)
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("port", ["x", "-7", "99999"])

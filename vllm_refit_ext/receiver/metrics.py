@@ -1,6 +1,6 @@
 """What an engine rank does now and what its refits were: Prometheus metrics of the worker's process, and a log line a refit.
 
-With VLLM_REFIT_METRICS_PORT=9400 in the engine's environment rank r serves them at http://127.0.0.1:(9400 + r)/metrics, from its
+With VLLM_REFIT_METRICS_PORT=9400 in the engine's environment rank r (over all data parallel replicas) serves them at http://127.0.0.1:(9400 + r)/metrics, from its
 first refit call on, also while a refit runs and the worker answers no other call.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 from vllm_refit_ext.core.errors import ConfigError, RefitError
-from vllm_refit_ext.core.messages import UpdateReport
+from vllm_refit_ext.core.messages import PrepareReply, UpdateReport
 
 PORT = "VLLM_REFIT_METRICS_PORT"
 BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -76,6 +76,16 @@ def counted(rank: int) -> Iterator[Clock]:
         SECONDS.labels(label, phase).observe(seconds)
     nbytes = sum(report.received.values()) + sum(report.forwarded.values())
     _log(logging.INFO, rank=rank, result="ok", version=report.version, nbytes=nbytes, seconds=report.seconds)
+
+
+def explained(reply: PrepareReply) -> None:
+    """Log what was prepared: counts at INFO, at DEBUG why a tensor takes another way than a copy."""
+    ways = {"reload": reply.reload, "dropped": reply.dropped, "cast": reply.casts}
+    counts = {way: len(reasons) for way, reasons in ways.items()}
+    _log(logging.INFO, rank=reply.rank, prepared=reply.digest[:16], nbytes=reply.wire_bytes, **counts, seconds=reply.seconds)
+    for way, reasons in ways.items():
+        for name, why in reasons.items():
+            _log(logging.DEBUG, rank=reply.rank, tensor=name, way=way, why=why)
 
 
 def _log(level: int, **fields: object) -> None:

@@ -28,7 +28,7 @@ from vllm_refit_ext.core.plan import Plan
 from vllm_refit_ext.core.protocol import check_unchanged
 from vllm_refit_ext.receiver import agree
 from vllm_refit_ext.receiver.engine import Engine
-from vllm_refit_ext.receiver.metrics import Clock, counted, serve
+from vllm_refit_ext.receiver.metrics import Clock, counted, explained, serve
 from vllm_refit_ext.receiver.peak import asleep, free_bytes
 from vllm_refit_ext.receiver.prepared import Piece, Prepared, prepare
 from vllm_refit_ext.receiver.replicas import Source
@@ -53,7 +53,7 @@ class Receiver:
 
     def __init__(self, view: Engine) -> None:
         self.view = view
-        serve(view.rank)
+        serve(view.replica * view.world_size + view.rank)
         self.version, self.since = "", 0.0
         self.prepared: Prepared | None = None
         self.refused: RefitError | None = None
@@ -100,6 +100,7 @@ class Receiver:
                 found = errors or ([error] if isinstance(error, DeadlineError) else [])
                 return PrepareReply(rank=self.view.rank, problems=[p for e in found for p in e.problems], engine=reply.engine)
             self.prepared = prepared
+            explained(reply)
             return reply
 
     # -- update --------------------------------------------------------------------------------------------------------------
