@@ -27,7 +27,7 @@ SECTION = "Problems that are listed in an error of one of these classes"
 
 
 def problems(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(class or Problem, what, do) of each place in a file that makes one; in place of `do` what was wanted, where it has none."""
+    """(class or Problem, what, do) of each place in a file that makes one; what was wanted where there is no `do`."""
     tree = ast.parse(path.read_text())
     for scope in ast.walk(tree):
         if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):

@@ -1,7 +1,7 @@
 """What an engine rank does now and what its refits were: Prometheus metrics of the worker's process, and a log line a refit.
 
-With VLLM_REFIT_METRICS_PORT=9400 in the engine's environment rank r (over all data parallel replicas) serves them at http://127.0.0.1:(9400 + r)/metrics, from its
-first refit call on, also while a refit runs and the worker answers no other call.
+With VLLM_REFIT_METRICS_PORT=9400 in the engine's environment rank r (over all data parallel replicas) serves them at
+http://127.0.0.1:(9400 + r)/metrics, from its first refit call on, also while a refit runs and the worker answers no other call.
 """
 
 from __future__ import annotations
