@@ -149,6 +149,11 @@ def layout(name: str) -> list[Box]:
     return boxes
 
 
+def layouts() -> dict[str, list[Box]]:
+    """The boxes of every layout."""
+    return {name: layout(name) for name in LAYOUTS}
+
+
 def distributed(seed: int) -> list[list[Box]]:
     """Tensors in random placements of meshes of one, two and three dimensions."""
     draw, found = random.Random(seed), []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from examples.support.launch import run_ranks
-from tests.support.dtensor_jobs import LAYOUTS, PRELOAD, Box, distributed, layout, outside, refused, unsharded
+from tests.support.dtensor_jobs import LAYOUTS, PRELOAD, Box, distributed, layouts, outside, refused, unsharded
 
 
 def copies(found: list[list[Box]]) -> dict[str, set[int]]:
@@ -20,10 +20,15 @@ def copies(found: list[list[Box]]) -> dict[str, set[int]]:
     return {name: set(np.unique(count).tolist()) for name, count in held.items()}
 
 
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, list[Box]]]:
+    """Of each rank, by layout."""
+    return run_ranks(layouts, 4, preload=PRELOAD)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout(name: str) -> None:
-    found = run_ranks(layout, 4, name, preload=PRELOAD)
-    held = copies(found)
+def test_every_layout(name: str, found: list[dict[str, list[Box]]]) -> None:
+    held = copies([rank[name] for rank in found])
     buffers = {n for n in held if n.split(".")[-1] == "bias" and n.split(".")[-2:-1] not in (["up"], ["down"], ["norm"])}
     once = {n: c for n, c in held.items() if n not in buffers}
     if name.startswith("tp-"):
@@ -31,7 +36,7 @@ def test_every_layout(name: str) -> None:
     else:
         assert set(map(frozenset, once.values())) == {frozenset({2 if name == "hsdp" else 1})}
     assert all(held[n] == {4} for n in buffers), "a plain tensor is whole on every rank"
-    assert all(len(boxes) == len({b[0] for b in boxes}) for boxes in found), "one box a tensor and rank"
+    assert all(len(rank[name]) == len({b[0] for b in rank[name]}) for rank in found), "one box a tensor and rank"
 
 
 def test_random_placements_of_any_mesh() -> None:
