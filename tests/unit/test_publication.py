@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -465,6 +466,9 @@ def test_a_stopped_trainer_costs_a_deadline() -> None:
         engine = SmallTaker(trainer.registry)
         assert engine.take() == "v1"
         trainer.ranks[0].send_signal(signal.SIGSTOP)
+        threads = list(Path(f"/proc/{trainer.ranks[0].pid}/task").glob("*/stat"))
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in threads):
+            time.sleep(0.001)
         with pytest.raises(DeadlineError, match="registry at"):
             engine.take(deadline_s=1.0)
         trainer.ranks[0].send_signal(signal.SIGCONT)
