@@ -271,10 +271,10 @@ def test_200_versions_while_engines_join_and_leave(sender: RefitSender, module: 
 
     def run(number: int) -> None:
         mine = random.Random(seed * 100 + number)
-        engine = SmallTaker(sender.registry)
+        engine, takes = SmallTaker(sender.registry), 0
         while not stop.is_set():
             engine.before_commit = lambda: time.sleep(mine.random() * 0.004)
-            if mine.random() < 0.01:
+            if takes % 10 == 9:
                 engine.before_commit, engine.versions.give_back = leave, lambda entry: None  # type: ignore[method-assign]
             try:
                 version = engine.take(deadline_s=DEADLINE_S)
@@ -282,10 +282,11 @@ def test_200_versions_while_engines_join_and_leave(sender: RefitSender, module: 
                 version = None  # revoked: it keeps what it had
             except Left:
                 left[0] += 1
-                engine = SmallTaker(sender.registry)
+                engine, takes = SmallTaker(sender.registry), takes + 1
                 continue
             if version is not None:
                 taken.append(version)
+                takes += 1
             if engine.version and not all(torch.equal(engine.weights[n], t) for n, t in wanted[engine.version].items()):
                 wrong.append(engine.version)
             time.sleep(mine.random() * 0.004)
@@ -316,7 +317,7 @@ def test_200_versions_while_engines_join_and_leave(sender: RefitSender, module: 
         thread.join()
     publication.close(0.0)
     assert wrong == []
-    assert len(set(taken)) > 50
+    assert len(set(taken)) > 30
     assert left[0] > 0
     registry = StoreRegistry(sender.registry)
     assert registry.entries(soon()) == []
