@@ -71,7 +71,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
 }
-NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
+NAMES = [
+    pytest.param(ranks, name, id=f"{ranks}-{name}", marks=pytest.mark.long if ranks == 1 else [])
+    for ranks, cases in CASES.items()
+    for name in cases
+]
+"""What one rank alone holds is a part of what more of them do."""
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +110,6 @@ def outcome(models: Any) -> Any:
     return of
 
 
-@pytest.mark.parametrize(("ranks", "name"), NAMES, ids=[f"{ranks}-{name}" for ranks, name in NAMES])
+@pytest.mark.parametrize(("ranks", "name"), NAMES)
 def test_all_ranks_together_hold_the_export(ranks: int, name: str, outcome: Any) -> None:
     assert outcome(ranks, name) == [[]] * ranks
