@@ -40,7 +40,7 @@ test-engine: .setup    ## real vLLM engines and real Megatron, on a CPU
 test-gpu: .setup       ## on a machine with an NVIDIA GPU
 	$(RUN) -m pytest tests/gpu
 
-test-integrations: .setup  ## against Ray, in an environment of its own; not part of `make test`
+test-integrations: .setup  ## against Ray and TRL, in an environment of their own; not part of `make test`
 	@tools/integrations.sh
 
 lint: .setup
