@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import secrets
+import signal
 import socket
 import tempfile
 import threading
@@ -111,6 +112,9 @@ class Engine(EngineClient):
     def close(self) -> None:
         """End its processes, whatever they do, and what they left in shared memory."""
         for process in self._processes:
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):  # it does not lead its group yet
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
         for pipe in self._pipes:
@@ -169,6 +173,7 @@ class Trainer:
 
 def serve_engine(pipe: Connection, folder: str, questions: str, environment: dict[str, str], settings: dict[str, Any]) -> None:
     """One engine rank's process: start vLLM and answer until the pipe closes. environment: set before it starts."""
+    os.setpgid(0, 0)  # vLLM's own processes end with it
     os.environ.update(environment)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import torch
