@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -193,6 +194,7 @@ def train(
     residency: Residency | None = None,
 ) -> list[dict[str, Any]]:
     """The loop: sample, reward, step, refit. Returns the steps."""
+    logging.getLogger("vllm_refit_ext").setLevel(logging.WARNING)  # the table has what its line a refit says
     rank = dist.get_rank()
     console = Console(force_terminal=False, width=110)
     plan = sender.prepare()
